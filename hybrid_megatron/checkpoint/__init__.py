@@ -1,0 +1,4 @@
+"""Checkpoints: save, load, choose, retain.
+
+`store.py` is the folder and its rules, `save_load.py` the contents, `rng.py` random states, `metadata.py` how states are sharded.
+"""

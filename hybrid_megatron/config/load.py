@@ -1,0 +1,183 @@
+"""Recipe -> RunConfig: fragments joined by `+`, their `bases` beneath them, overrides `a.b=c` on top.
+
+A word of a recipe is either the path of a YAML file or the name of a fragment in `recipes/`, `recipes/models`, `recipes/patterns` or
+`recipes/stages`. Later words lay over earlier ones. A file may list `bases:`, names or paths that are laid beneath every word.
+Unknown keys and wrong types are collected over all files and overrides and reported together.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import types
+import typing
+from pathlib import Path
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.errors import ConfigError
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+_FOLDERS = ("", "models", "patterns", "stages")
+
+
+def load_recipe(words: list[str]) -> RunConfig:
+    """Read a recipe as typed on a command line, e.g. ["776m+gdn_nope_lh+pretrain_4k", "parallel.tensor=2"].
+
+    The first word is the recipe, the others are overrides. Raises ConfigError with every unknown key, wrong type and missing value.
+    Rules between settings are checked by `validate`, which also needs the number of processes.
+    """
+    if not words:
+        raise ConfigError("no recipe given: name a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k")
+    recipe, overrides = words[0], words[1:]
+    layers = [(path.name, _read_yaml(path)) for path in _files_of(recipe)]
+    layers += [(f"override {word}", _read_override(word)) for word in overrides]
+
+    problems = [problem for where, tree in layers for problem in _type_problems(tree, RunConfig, where)]
+    if problems:
+        raise ConfigError(problems)
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), *(tree for _, tree in layers))
+        _name_the_run(merged, recipe, overrides)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError([f"{key} is not set: it has no default; set it in a recipe file or as {key}=VALUE" for key in missing])
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{getattr(error, 'full_key', None) or recipe}: {str(error).splitlines()[0]}") from None
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved config as YAML; `load_recipe([str(path)])` reads it back unchanged."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def _name_the_run(merged, recipe: str, overrides: list[str]) -> None:
+    """Fill `name` and `run_dir`: the recipe's words, and a hash of the overrides, so that two variants never share a folder."""
+    stem = "+".join(Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in recipe.split("+"))
+    if OmegaConf.is_missing(merged, "name"):
+        merged.name = stem
+    told = sorted(word for word in overrides if word.split("=")[0] not in ("name", "run_dir"))
+    variant = "-" + hashlib.sha256("\n".join(told).encode()).hexdigest()[:8] if told else ""
+    if OmegaConf.is_missing(merged, "run_dir"):
+        merged.run_dir = f"runs/{merged.name}{variant}"
+
+
+def _files_of(recipe: str) -> list[Path]:
+    """The files a recipe is made of, undermost first, each once: all bases, then the words in order."""
+    words = [_find(word) for word in recipe.split("+")]
+    bases: list[Path] = []
+
+    def lay_under(path: Path, beneath: tuple[Path, ...]) -> None:
+        if path in beneath:
+            raise ConfigError(f"bases of {path.name} lead back to itself: {' -> '.join(p.name for p in (*beneath, path))}; remove one")
+        for name in _read_yaml(path, with_bases=True).get("bases") or []:
+            base = _find(str(name), beside=path.parent)
+            lay_under(base, (*beneath, path))
+            if base not in bases:
+                bases.append(base)
+
+    for path in words:
+        lay_under(path, ())
+    return [base for base in bases if base not in words] + words
+
+
+def _find(word: str, beside: Path | None = None) -> Path:
+    if word.endswith((".yaml", ".yml")) or "/" in word:
+        for folder in filter(None, (beside, Path())):
+            if (folder / word).is_file():
+                return (folder / word).resolve()
+        raise ConfigError(f"recipe file {word} does not exist; give the path of a YAML file or fragment names from {RECIPES.name}/")
+    for folder in _FOLDERS:
+        path = RECIPES / folder / f"{word}.yaml"
+        if path.is_file():
+            return path
+    known = sorted(path.stem for folder in _FOLDERS for path in (RECIPES / folder).glob("*.yaml"))
+    raise ConfigError(f"recipe fragment {word!r} is not known{_suggest(word, known)}; fragments are {', '.join(known)}")
+
+
+def _read_yaml(path: Path, with_bases: bool = False) -> dict:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of settings, this file holds a {type(tree).__name__}")
+    bases = tree.get("bases")
+    if bases is not None and not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+        raise ConfigError(f"{path}: bases must be a list of fragment names or paths, not {bases!r}")
+    return tree if with_bases else {key: value for key, value in tree.items() if key != "bases"}
+
+
+def _read_override(word: str) -> dict:
+    key, equals, value = word.partition("=")
+    if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
+        raise ConfigError(f"override {word!r} is not of the form section.key=value")
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([word]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"override {word!r}: {' '.join(str(error).split())}") from None
+
+
+def _type_problems(value, expected, where: str, key: str = "") -> list[str]:
+    """Every place where `value`, plain YAML data, does not fit the type `expected`."""
+    said = f"{where}: {key}={value!r}"
+    if isinstance(value, str) and value.startswith("${") and not dataclasses.is_dataclass(expected):
+        return []  # an interpolation; its result is checked by OmegaConf
+    if value == MISSING:
+        return []
+    if dataclasses.is_dataclass(expected):
+        if not isinstance(value, dict):
+            return [f"{said}: this is a section with keys {', '.join(_fields(expected))}, not a single value"]
+        problems = []
+        for name, below in value.items():
+            path = f"{key}.{name}".lstrip(".")
+            if name not in _fields(expected):
+                problems.append(f"{where}: {path} is not a setting{_suggest(str(name), _fields(expected), key)}")
+            else:
+                problems += _type_problems(below, _fields(expected)[name], where, path)
+        return problems
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return []
+        return _type_problems(value, next(a for a in arguments if a is not type(None)), where, key)
+    if origin is list:
+        if not isinstance(value, list):
+            return [f"{said}: this is a list"]
+        return [p for i, item in enumerate(value) for p in _type_problems(item, arguments[0], where, f"{key}[{i}]")]
+    fits = {
+        bool: isinstance(value, bool),
+        int: isinstance(value, int) and not isinstance(value, bool),
+        float: isinstance(value, (int, float)) and not isinstance(value, bool),
+        str: isinstance(value, str),
+    }[expected]
+    words = {bool: "true or false", int: "a whole number, written without quotes", float: "a number, written without quotes", str: "a text"}
+    return [] if fits else [f"{said}: this must be {words[expected]}"]
+
+
+def _fields(cls) -> dict[str, type]:
+    return typing.get_type_hints(cls)
+
+
+def _suggest(word: str, known, section: str = "") -> str:
+    """'; did you mean X?' for the nearest known name, or for the same name in another section."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
+    elsewhere = _paths_of(word, RunConfig)
+    return f"; did you mean {elsewhere[0]}?" if elsewhere else (f"; {section} has {', '.join(known)}" if section else "")
+
+
+def _paths_of(word: str, cls, prefix: str = "") -> list[str]:
+    """Key paths anywhere in the schema whose last part is (nearly) `word`."""
+    found = []
+    for name, kind in _fields(cls).items():
+        if difflib.get_close_matches(word, [name], cutoff=0.8):
+            found.append(prefix + name)
+        if dataclasses.is_dataclass(kind):
+            found += _paths_of(word, kind, f"{prefix}{name}.")
+    return found

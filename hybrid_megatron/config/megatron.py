@@ -1,0 +1,85 @@
+"""RunConfig -> megatron-core's configs. The only place that names megatron-core's settings."""
+
+import torch
+import torch.nn.functional as F
+
+import hybrid_megatron.platform  # noqa: F401  before megatron.core: activates the CPU backend where there is no CUDA
+from hybrid_megatron.config.schema import RunConfig
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def parameter_dtype(config: RunConfig) -> torch.dtype:
+    """Type of parameters and activations; what must be float32 under bf16 is so by its own module."""
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+
+
+def transformer_config(config: RunConfig) -> TransformerConfig:
+    """For TransformerBlock, the parallel linear layers and the pipeline schedules.
+
+    Gradients are summed over tokens and divided once by the number of predicted tokens of the whole batch (`calculate_per_token_loss`),
+    so a loss does not depend on how the batch is cut. Fusions that need Apex, TE or torch.compile at import are off.
+    """
+    model, parallel = config.model, config.parallel
+    dtype = parameter_dtype(config)
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads or model.num_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,  # model/initialize.py draws every parameter, independent of the layout
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence,
+        context_parallel_size=parallel.context,
+        pipeline_model_parallel_size=parallel.pipeline,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def ddp_config() -> DistributedDataParallelConfig:
+    """Gradients are reduced in float32, each rank keeping the optimizer state of its share."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        check_for_nan_in_grad=False,  # training/step.py checks loss and gradient norm, and says so without a traceback
+    )
+
+
+def optimizer_config(config: RunConfig) -> OptimizerConfig:
+    """AdamW under the distributed optimizer, float32 master weights. The learning rate is set before each step by training/schedule.py."""
+    optimizer, dtype = config.optimizer, parameter_dtype(config)
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.peak_lr,
+        min_lr=config.schedule.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=True,
+        log_num_zeros_in_grad=False,
+    )

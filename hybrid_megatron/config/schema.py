@@ -1,0 +1,184 @@
+"""The typed form of a recipe: every key a recipe may hold, its type, unit and meaning.
+
+Values live in `recipes/`; a default stands here only where one value is right for nearly every run. A field without a default must come
+from the recipe. `load.py` fills these classes, `validate.py` checks the rules between fields, `megatron.py` maps them to megatron-core.
+"""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from omegaconf import MISSING
+
+
+@dataclass
+class AttentionConfig:
+    """Settings of the mixer `attention`, whose layers see the whole context."""
+
+    rope_base: float = 10_000.0
+    """Base of the rotary position embedding in layers with `position: rope`."""
+
+
+@dataclass
+class GDNConfig:
+    """Settings of the mixer `gdn` (Gated DeltaNet)."""
+
+    allow_neg_eigval: bool = False
+    """Let beta range over (0, 2) instead of (0, 1), so that the state transition can have negative eigenvalues."""
+
+
+@dataclass
+class ModelConfig:
+    """A Llama-style decoder: RMSNorm before each block, SwiGLU, no biases, untied embeddings."""
+
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    num_heads: int = MISSING
+    """Query heads of a layer; linear mixers have as many heads of their own."""
+    num_kv_heads: Optional[int] = None
+    """Key and value heads of attention layers (grouped-query attention); null means `num_heads`."""
+    head_dim: int = 128
+    ffn_size: int = MISSING
+    """Width of the SwiGLU block between its two projections."""
+    vocab_size: int = MISSING
+    """Rows of the embedding and of the output layer."""
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    """Standard deviation of the normal distribution that every projection and embedding is drawn from."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    gdn: GDNConfig = field(default_factory=GDNConfig)
+
+
+@dataclass
+class PatternEntry:
+    """One entry of `pattern`, which is repeated to `model.num_layers`."""
+
+    mixer: str = MISSING
+    """Name of a mixer: attention or gdn."""
+    position: Optional[str] = None
+    """attention: rope or nope. gdn takes none: its gates carry the position."""
+    repeat: int = 1
+    """Number of consecutive layers this entry stands for."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the model and the batch are spread over processes; what is left over is data parallel."""
+
+    tensor: int = 1
+    """Ranks over which every projection and the vocabulary are split."""
+    sequence: bool = False
+    """Split norms and residuals over the tensor ranks, along the sequence."""
+    context: int = 1
+    """Ranks over which each sample's tokens are split (zig-zag, two chunks a rank)."""
+    pipeline: int = 1
+    """Stages into which the layers are cut."""
+
+
+@dataclass
+class DataConfig:
+    """Indexed datasets made by `python -m data_prep`; a path is a prefix: PREFIX.bin, PREFIX.idx, PREFIX.manifest.json."""
+
+    train: str = MISSING
+    valid: Optional[str] = None
+    """Held-out documents; null turns validation off."""
+    tokenizer: Optional[str] = None
+    """Name, or path of the file, of the tokenizer that must have made the datasets; null accepts any that fits `model.vocab_size`."""
+    cache_dir: Optional[str] = None
+    """Folder of the index maps made by `data_prep build-cache`; null means a folder `cache` beside each dataset."""
+    document_mask: bool = False
+    """Keep attention and states from crossing the border between two documents of one sample."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW. Norm weights, gates and decays have no weight decay."""
+
+    peak_lr: float = MISSING
+    weight_decay: float = MISSING
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global gradient norm; a larger gradient is scaled down to it."""
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over tokens: linear warm-up, then a cosine to `min_lr` at the end of the token budget."""
+
+    warmup_tokens: int = MISSING
+    min_lr: float = 0.0
+
+
+@dataclass
+class TrainConfig:
+    """Token budget and batch of one stage."""
+
+    tokens: int = MISSING
+    """Token budget; the number of steps is tokens / batch_tokens, rounded up."""
+    context: int = MISSING
+    """Tokens a sample."""
+    batch_tokens: int = MISSING
+    """Tokens a step, over all ranks."""
+    micro_batch: int = MISSING
+    """Samples a rank computes at once."""
+    precision: str = "bf16"
+    """bf16: bfloat16 parameters and activations with float32 master weights, gates, states, norm statistics and loss. fp32: all float32."""
+
+
+@dataclass
+class ValidationConfig:
+    interval_steps: int = MISSING
+    """Steps between two measurements; one more is made after the last step."""
+    samples: int = MISSING
+    """Samples of `data.valid` measured each time, always the same ones; fewer if the dataset holds fewer."""
+
+
+@dataclass
+class CheckpointConfig:
+    interval_steps: int = MISSING
+    """Steps between two checkpoints; one more is made after the last step, and one on SIGTERM or SIGINT."""
+    keep_last: int = 2
+    """Newest checkpoints kept; older ones are removed once a newer one is complete."""
+
+
+@dataclass
+class TrackingConfig:
+    log_interval: int = 10
+    """Steps between two printed lines; `metrics.jsonl` holds every step."""
+    wandb: str = "auto"
+    """auto: online if this user is logged in, else offline. online, offline, or off."""
+    project: str = "hybrid-megatron"
+    """wandb project."""
+
+
+@dataclass
+class RunConfig:
+    """One recipe is one stage is one run folder."""
+
+    name: str = MISSING
+    """Name of the run in messages and in wandb; taken from the recipe's words unless set."""
+    run_dir: str = MISSING
+    """Run folder; `runs/NAME` unless set, with a short hash where values were overridden."""
+    seed: int = 1234
+    """Seeds the initial parameters and the order of samples."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    pattern: list[PatternEntry] = MISSING
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return -(-self.train.tokens // self.train.batch_tokens)
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples a step, over all ranks."""
+        return self.train.batch_tokens // self.train.context

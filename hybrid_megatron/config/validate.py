@@ -1,0 +1,130 @@
+"""Rules between settings. `validate` reports every broken one at once; each rule is one function of a few lines."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.errors import ConfigError
+from hybrid_megatron.model.mixers import MIXERS
+from hybrid_megatron.model.pattern import plan_layers
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Raise ConfigError naming every rule that `config` breaks when run on `world_size` processes."""
+    basic = [problem for rule in (_positive, _choices, _mixer_names) for problem in rule(config)]
+    if basic:  # the rules below compute with these values
+        raise ConfigError(basic)
+    rules = (_mixers, _tensor, _sequence, _context, _pipeline, _schedule)
+    problems = [problem for rule in rules for problem in rule(config)]
+    problems += _world_and_batch(config, world_size)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _positive(config: RunConfig) -> Iterator[str]:
+    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "samples"}
+    sections = [("", config)] + [(name, getattr(config, name)) for name in
+                                 ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")]  # fmt: skip
+    sections += [("model.attention", config.model.attention)]
+    sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]
+    for section, values in sections:
+        for field in fields(values):
+            value = getattr(values, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if not value > 0 and not (field.name in may_be_zero and value == 0):
+                least = "0 or more" if field.name in may_be_zero else "more than 0"
+                yield f"{section}.{field.name}={value}: it must be {least}".lstrip(".")
+    for name in ("beta1", "beta2"):
+        if getattr(config.optimizer, name) >= 1:
+            yield f"optimizer.{name}={getattr(config.optimizer, name)}: it must be less than 1"
+
+
+def _choices(config: RunConfig) -> Iterator[str]:
+    for key, value, allowed in (
+        ("train.precision", config.train.precision, ("bf16", "fp32")),
+        ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "off")),
+    ):
+        if value not in allowed:
+            yield f"{key}={value}: it must be one of {', '.join(allowed)}"
+
+
+def _mixer_names(config: RunConfig) -> Iterator[str]:
+    for i, entry in enumerate(config.pattern):
+        if entry.mixer not in MIXERS:
+            yield f"pattern[{i}].mixer={entry.mixer}: there is no such mixer; mixers are {', '.join(MIXERS)}"
+
+
+def _mixers(config: RunConfig) -> Iterator[str]:
+    try:
+        plan = plan_layers(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for layer in plan:
+        yield from MIXERS[layer.mixer].check(config.model, layer, config.parallel.tensor)
+    if config.model.head_dim % 2 and any(layer.position == "rope" for layer in plan):
+        yield f"model.head_dim={config.model.head_dim}: RoPE turns pairs of channels, so it must be even"
+
+
+def _tensor(config: RunConfig) -> Iterator[str]:
+    tensor = config.parallel.tensor
+    for key in ("ffn_size", "vocab_size"):
+        value = getattr(config.model, key)
+        if value % tensor:
+            yield f"parallel.tensor={tensor}: it must divide model.{key}={value}; use another tensor size, or {value + -value % tensor}"
+
+
+def _sequence(config: RunConfig) -> Iterator[str]:
+    parallel, context = config.parallel, config.train.context
+    if parallel.sequence and parallel.tensor == 1:
+        yield "parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1; leave it out or raise parallel.tensor"
+    if parallel.sequence and context % (parallel.context * parallel.tensor):
+        yield (
+            f"parallel.sequence=true: train.context={context} must be a multiple of parallel.context * parallel.tensor = "
+            f"{parallel.context * parallel.tensor}; change one of them"
+        )
+
+
+def _context(config: RunConfig) -> Iterator[str]:
+    size, context = config.parallel.context, config.train.context
+    if size > 1 and context % (2 * size):
+        yield f"parallel.context={size}: each rank takes two chunks, so train.context={context} must be a multiple of {2 * size}"
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    stages, layers = config.parallel.pipeline, config.model.num_layers
+    if layers % stages:
+        sizes = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+        yield f"parallel.pipeline={stages}: it must divide model.num_layers={layers}; use one of {sizes}"
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    if config.schedule.warmup_tokens >= config.train.tokens:
+        yield (
+            f"schedule.warmup_tokens={config.schedule.warmup_tokens}: it must be less than train.tokens={config.train.tokens}; "
+            "lower the first or raise the second"
+        )
+    if config.schedule.min_lr > config.optimizer.peak_lr:
+        yield f"schedule.min_lr={config.schedule.min_lr}: it must not be above optimizer.peak_lr={config.optimizer.peak_lr}"
+
+
+def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel, train = config.parallel, config.train
+    model_ranks = parallel.tensor * parallel.context * parallel.pipeline
+    if world_size % model_ranks:
+        yield (
+            f"parallel: tensor * context * pipeline = {parallel.tensor} * {parallel.context} * {parallel.pipeline} = {model_ranks} must divide "
+            f"the {world_size} process{'es' if world_size > 1 else ''} of this run; start a multiple of {model_ranks} with "
+            f"torchrun --nproc-per-node, or lower one of them"
+        )
+        return
+    if train.batch_tokens % train.context:
+        yield f"train.batch_tokens={train.batch_tokens}: it must be a multiple of train.context={train.context}"
+        return
+    data = world_size // model_ranks
+    if config.batch_samples % (train.micro_batch * data):
+        yield (
+            f"train.batch_tokens={train.batch_tokens}: it holds {config.batch_samples} samples of {train.context}, which must be a multiple of "
+            f"train.micro_batch * data-parallel ranks = {train.micro_batch} * {data}; use another train.micro_batch or batch"
+        )

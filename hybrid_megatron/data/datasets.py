@@ -1,0 +1,157 @@
+"""megatron-core's GPTDataset over one indexed dataset, one epoch of it, from index maps that `data_prep build-cache` made beforehand.
+
+A training run never builds index maps: many processes on a shared file system would race for them. One epoch's maps depend on the dataset,
+the context and the seed alone, so one cache serves every token budget and every layout.
+"""
+
+import hashlib
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import hybrid_megatron.platform  # noqa: F401  before megatron.core
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.errors import DataError
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One epoch of samples; `samples[i]` has tokens and labels [context]."""
+
+    prefix: Path
+    samples: GPTDataset
+    fingerprint: str
+    """Identity of the token files, stored in checkpoints: a run does not resume on other data."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def open_dataset(config: RunConfig, split: str) -> Dataset:
+    """Open `data.train` or `data.valid` for training. Raises DataError: missing or damaged files, another tokenizer, no index maps."""
+    prefix = _prefix(config, split)
+    manifest = _check_files(config, split, prefix)
+    cache = _cache_dir(config, prefix)
+    # defer_npy_index_mmap makes no maps and reads none yet, but knows their names and the number of samples
+    named = _gpt_dataset(config, prefix, split, cache, deferred=True)
+    paths = (named.path_to_document_index, named.path_to_sample_index, named.path_to_shuffle_index)
+    if not all(Path(path).is_file() for path in paths):
+        raise DataError(
+            f"data.{split}={prefix}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}; "
+            "make them once with: python -m data_prep build-cache RECIPE [the same overrides]"
+        )
+    if len(named) < 1:
+        raise DataError(f"data.{split}={prefix}: it holds fewer tokens than one sample of train.context={config.train.context}")
+    return Dataset(prefix, named, manifest["fingerprint"])
+
+
+def build_index_caches(config: RunConfig) -> list[Path]:
+    """Make the index maps of a recipe's datasets where they are missing; returns the cache folders. For data_prep, one process."""
+    folders = []
+    for split in SPLITS:
+        if split == "valid" and config.data.valid is None:
+            continue
+        prefix = _prefix(config, split)
+        _check_files(config, split, prefix)
+        cache = _cache_dir(config, prefix)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _gpt_dataset(config, prefix, split, cache, deferred=False)
+        except OSError as error:
+            raise DataError(f"data.{split}: cannot write index maps into {cache}: {error.strerror}; set data.cache_dir") from None
+        folders.append(cache)
+    return folders
+
+
+def _prefix(config: RunConfig, split: str) -> Path:
+    return Path(getattr(config.data, split))
+
+
+def _cache_dir(config: RunConfig, prefix: Path) -> Path:
+    return Path(config.data.cache_dir) if config.data.cache_dir else prefix.parent / "cache"
+
+
+def _gpt_dataset(config: RunConfig, prefix: Path, split: str, cache: Path, deferred: bool) -> GPTDataset:
+    settings = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.train.context,
+        blend_per_split=[([str(prefix)], None), None, None],
+        path_to_cache=str(cache.resolve()),
+        tokenizer=_NoTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        inter_document_masking=config.data.document_mask,
+        defer_npy_index_mmap=deferred,
+    )
+    indexed = IndexedDataset(str(prefix), mmap=True)
+    documents = np.arange(len(indexed.document_indices) - 1, dtype=np.int32)
+    # Both splits are files of their own, so each is a whole "train" split to megatron-core.
+    return GPTDataset(indexed, str(prefix.resolve()), documents, None, Split.train, settings)
+
+
+class _NoTokenizer:
+    """GPTDataset asks its tokenizer for these; nothing here depends on their values."""
+
+    vocab_size = None
+    eod = None
+    unique_identifiers = {"class": "none"}
+
+
+def _check_files(config: RunConfig, split: str, prefix: Path) -> dict:
+    """Refuse what would fail or mislead later; returns {"fingerprint": ...}."""
+    key = f"data.{split}={prefix}"
+    for suffix in (".bin", ".idx"):
+        if not prefix.with_name(prefix.name + suffix).is_file():
+            raise DataError(f"{key}: {prefix}{suffix} does not exist; make the dataset with python -m data_prep tokenize, or correct the path")
+    bin_file, idx_file = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+    try:
+        indexed = IndexedDataset(str(prefix), mmap=True)
+        held = int(indexed.sequence_lengths.sum(dtype=np.int64)) * indexed.index.dtype_size
+    except Exception as error:  # megatron-core asserts on the header, numpy raises on a short file
+        raise DataError(f"{key}: {idx_file} is damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__}); make the dataset again")
+    size = bin_file.stat().st_size
+    if size != held:
+        raise DataError(
+            f"{key}: {bin_file} has {size:,} bytes and its index describes {held:,}; the file is truncated or belongs to another index; "
+            "make the dataset again"
+        )
+    manifest_file = prefix.with_name(prefix.name + ".manifest.json")
+    if not manifest_file.is_file():
+        warnings.warn(f"{key}: there is no {manifest_file.name} beside it, so neither its tokenizer nor its hashes can be checked")
+        return {"fingerprint": hashlib.sha256(idx_file.read_bytes()).hexdigest()}
+    try:
+        manifest = json.loads(manifest_file.read_text())
+        _check_tokenizer(config, key, manifest["tokenizer"])
+        return {"fingerprint": manifest["bin_sha256"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{manifest_file}: not a manifest of data_prep ({type(error).__name__}: {error}); make the dataset again") from None
+
+
+def _check_tokenizer(config: RunConfig, key: str, made_with: dict) -> None:
+    wanted = config.data.tokenizer
+    if wanted is not None:
+        file = Path(wanted)
+        if file.is_file():
+            same = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest() == made_with["fingerprint"]
+        else:
+            same = wanted == made_with["name"] or ("/" in wanted and file.name == made_with["name"])
+        if not same:
+            raise DataError(
+                f"{key}: it was made with the tokenizer {made_with['name']} ({made_with['fingerprint'][:19]}...), not with "
+                f"data.tokenizer={wanted}; use the dataset's own tokenizer or make the dataset again"
+            )
+    if made_with["vocab_size"] > config.model.vocab_size:
+        raise DataError(
+            f"{key}: its tokenizer {made_with['name']} has {made_with['vocab_size']} words, more than "
+            f"model.vocab_size={config.model.vocab_size}; set model.vocab_size to at least that"
+        )

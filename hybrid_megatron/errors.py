@@ -1,0 +1,44 @@
+"""What a user did wrong, said in one clear sentence.
+
+Every message names the setting or file, its value, the rule, and the way out. Commands print it without a traceback and exit with
+code 2 (`exit_with_code_2`). Broken invariants of our own code are assertions instead and do show a traceback.
+"""
+
+import contextlib
+import sys
+
+
+class UserError(Exception):
+    """Base of everything a user can mend; the message is meant to be read by that user."""
+
+
+class ConfigError(UserError):
+    """A recipe or an override breaks one or more rules. `problems` holds one sentence for each."""
+
+    def __init__(self, problems: str | list[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(UserError):
+    """A dataset, tokenizer or input file is missing, damaged or does not fit the recipe."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, is damaged, or does not fit the model."""
+
+
+class RunError(UserError):
+    """A run cannot start or go on: the run folder is in use, the loss is not a number, ..."""
+
+
+@contextlib.contextmanager
+def exit_with_code_2(speaks: bool = True):
+    """Turn a `UserError` into `error: ...` on stderr and exit code 2. Only the process with `speaks` prints."""
+    try:
+        yield
+    except UserError as error:
+        if speaks:
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

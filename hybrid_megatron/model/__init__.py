@@ -1,0 +1,1 @@
+"""Recipe -> layer plan -> module specs -> model."""

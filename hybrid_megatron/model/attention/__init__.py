@@ -1,0 +1,1 @@
+"""Softmax attention: the core over q, k, v, and rotary positions."""

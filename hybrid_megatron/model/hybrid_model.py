@@ -1,0 +1,86 @@
+"""The language model: embedding, TransformerBlock over the layer plan, output layer with its loss; one pipeline stage of it on each rank."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybrid_megatron.config.megatron import transformer_config
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.model.initialize import initialize_parameters
+from hybrid_megatron.model.layer_specs import stage_specs
+from hybrid_megatron.model.pattern import LayerPlan
+from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
+from hybrid_megatron.parallel import ParallelState, SequenceLayout
+from megatron.core.enums import ModelType
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class TokenLoss(NamedTuple):
+    weighted_sum: Tensor
+    """Scalar with gradient: sum of token weight times cross entropy over the local tokens."""
+    per_token: Tensor
+    """[b, s] cross entropy in nats, without gradient."""
+
+
+class HybridModel(MegatronModule):
+    """Build with `build_model`."""
+
+    def __init__(self, config: TransformerConfig, run: RunConfig, plan: LayerPlan, state: ParallelState):
+        super().__init__(config=config)
+        groups = state.groups
+        self.pre_process, self.post_process = state.is_first_stage, state.is_last_stage
+        self.model_type = ModelType.encoder_or_decoder  # asked by the pipeline schedule
+        self.share_embeddings_and_output_weights = False  # asked by megatron-core's gradient finalisation
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, run.model.vocab_size, max_sequence_length=run.train.context, position_embedding_type="none", tp_group=groups.tp
+            )
+        self.decoder = TransformerBlock(
+            config,
+            stage_specs(config, run.model, plan, groups.pp.rank()),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=groups,
+        )
+        if self.post_process:
+            self.output_layer = OutputLayer(config, run.model.vocab_size, groups)
+
+    def set_input_tensor(self, input_tensor) -> None:
+        """Called by the pipeline schedule with the previous stage's output."""
+        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def forward(self, tokens: Tensor, targets: Tensor, token_weights: Tensor, layout: SequenceLayout) -> Tensor | TokenLoss:
+        """tokens, targets, token_weights [b, s], s the local length. Returns hidden states [s, b, h] before the last stage, TokenLoss on it."""
+        embedded = self.embedding(tokens, position_ids=None) if self.pre_process else None
+        hidden = self.decoder(embedded, attention_mask=None, packed_seq_params=layout)
+        return self.output_layer(hidden, targets, token_weights) if self.post_process else hidden
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The projection to the vocabulary, split over tensor ranks, joined with the cross entropy."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, groups: ProcessGroupCollection):
+        super().__init__(config.hidden_size, vocab_size, config=config, init_method=config.init_method, bias=False, tp_group=groups.tp)
+
+    def forward(self, hidden: Tensor, targets: Tensor, token_weights: Tensor) -> TokenLoss:
+        """hidden [s, b, h] (this tensor rank's share of s under sequence parallelism), targets and token_weights [b, s]."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        by_sequence = [x.transpose(0, 1).flatten() for x in (targets, token_weights)]
+        total, losses = linear_cross_entropy(hidden.flatten(0, 1), self.weight, *by_sequence, self.tp_group)
+        return TokenLoss(total, losses.view(hidden.shape[:2]).transpose(0, 1))
+
+
+def build_model(run: RunConfig, plan: LayerPlan, state: ParallelState) -> HybridModel:
+    """This rank's part of the model on the device, its parameters drawn so that they do not depend on the layout."""
+    model = HybridModel(transformer_config(run), run, plan, state)
+    initialize_parameters(model, run, state)
+    return model

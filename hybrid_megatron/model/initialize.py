@@ -1,0 +1,53 @@
+"""Initial parameters that do not depend on the layout.
+
+Each parameter is drawn whole on the CPU in float32, from a generator seeded by the run's seed and the parameter's global name, and then cut
+to this rank's share, which its ShardedTensor describes. So one seed gives the same model under every tensor, pipeline and data size, on a
+CPU or a GPU.
+"""
+
+import hashlib
+
+import torch
+
+from hybrid_megatron.checkpoint.metadata import sharding_metadata
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.parallel import ParallelState
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.transformer.module import MegatronModule
+
+
+@torch.no_grad()
+def initialize_parameters(model: MegatronModule, run: RunConfig, state: ParallelState) -> None:
+    """Matrices from N(0, model.init_std), vectors as their `init` says, or ones (norms). Every parameter of the model is drawn."""
+    drawn = set()
+    tensors = model.sharded_state_dict(metadata=sharding_metadata(state))
+    special = {p.data_ptr(): p.init for p in model.parameters() if hasattr(p, "init")}
+    apply_factories(tensors)  # splits the fused gate and up rows of SwiGLU into their places in the whole matrix
+    whole: dict[str, torch.Tensor] = {}
+    for tensor in _sharded_tensors(tensors):
+        if tensor.key not in whole:
+            whole = {tensor.key: _draw(tensor, special.get(tensor.data.data_ptr()), run)}
+        cut = tuple(slice(offset, offset + length) for offset, length in zip(tensor.global_offset, tensor.local_shape))
+        tensor.data.copy_(whole[tensor.key][cut])
+        drawn.add(tensor.data.untyped_storage().data_ptr())
+    missed = [name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in drawn]
+    assert not missed, f"parameters without initial values: {missed}"
+
+
+def _draw(tensor: ShardedTensor, init, run: RunConfig) -> torch.Tensor:
+    digest = hashlib.sha256(f"{run.seed}/{tensor.key}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    shape = tuple(tensor.global_shape)
+    if init is not None:
+        return init(shape, generator)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    return torch.randn(shape, generator=generator).mul_(run.model.init_std)
+
+
+def _sharded_tensors(tree) -> list[ShardedTensor]:
+    """All ShardedTensors, those of one key next to each other."""
+    if isinstance(tree, ShardedTensor):
+        return [tree]
+    below = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for part in below for tensor in _sharded_tensors(part)]

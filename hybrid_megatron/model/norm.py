@@ -1,0 +1,24 @@
+"""RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_megatron import platform
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.Module):
+    """Over the last dimension, statistics in float32, result in the input's dtype.
+
+    megatron-core's own torch norm refuses sequence parallelism and does not mark its weight for the gradient sum over tensor ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=platform.device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -1,0 +1,84 @@
+"""Output projection and cross entropy in one, chunked over tokens and split over the vocabulary.
+
+At 32K tokens and 128,256 words the logits would be the largest tensor by far; here only a chunk of them exists at a time. The gradient is
+taken in the forward pass, chunk by chunk, while the probabilities are at hand, and scaled in the backward pass. That needs each token's
+weight beforehand, so the weights may be any detached function of the per-token losses of an earlier pass.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+CHUNK_ELEMENTS = 2**27  # float32 logits in memory at once: 512 MiB
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """(sum over tokens of token_weight * cross entropy, per-token cross entropy in nats, detached).
+
+    hidden [t, h]; weight [vocab / tp, h], this tensor rank's rows of the output layer; targets [t] word numbers; token_weights [t] float32.
+    Losses are float32 (float64 if hidden is). The gradient of `hidden` is this rank's share: the caller has passed hidden through
+    megatron-core's copy-to or gather-from region, whose backward pass sums it.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, targets, token_weights, group)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, token_weights, group):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        first = weight.shape[0] * group.rank()
+        losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        size = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        for at in range(0, hidden.shape[0], size):
+            here = slice(at, at + size)
+            logits = _matmul(hidden[here], weight.T, wide)
+            losses[here] = _cross_entropy_(logits, targets[here] - first, group)
+            if grad_hidden is None and grad_weight is None:
+                continue
+            logits *= token_weights[here, None]
+            grad = logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[here])
+            if grad_weight is not None:
+                grad_weight += _matmul(grad.T, hidden[here], wide)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(losses)
+        return (losses * token_weights).sum(), losses
+
+    @staticmethod
+    def backward(ctx, grad_sum, _):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scaled = [None if grad is None else grad * grad_sum.to(grad.dtype) for grad in (grad_hidden, grad_weight)]
+        return *scaled, None, None, None
+
+
+def _cross_entropy_(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+    """Cross entropy [t] of logits [t, vocab / tp]; `logits` becomes its gradient, probability minus one-hot. Targets count from this rank's
+    first word."""
+    highest = logits.amax(dim=-1)
+    if group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    logits -= highest[:, None]
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    mine = (targets >= 0) & (targets < logits.shape[1])
+    word = targets.clamp(0, logits.shape[1] - 1)
+    chosen = logits[rows, word] * mine
+    torch.exp(logits, out=logits)
+    totals = torch.stack((logits.sum(dim=-1), chosen))
+    if group.size() > 1:
+        dist.all_reduce(totals, group=group)
+    logits /= totals[0, :, None]
+    logits[rows, word] -= mine.to(logits.dtype)
+    return totals[0].log() - totals[1]
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b accumulated and returned in `dtype`."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else (a.to(dtype) @ b.to(dtype))

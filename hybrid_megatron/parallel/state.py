@@ -1,0 +1,104 @@
+"""Config -> parallel state: start the process groups, say where this process stands, and take them down again.
+
+megatron-core keeps its groups in module globals; this is the one place that sets them, and everything else receives a ParallelState.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybrid_megatron import platform
+from hybrid_megatron.config.schema import ParallelConfig
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """Sizes of the layout and this process' place in it."""
+
+    world_size: int
+    rank: int
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    """Data-parallel size: what tensor, context and pipeline leave of the world."""
+    data_rank: int
+    context_rank: int
+    groups: ProcessGroupCollection
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.groups.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.groups.pp.rank() == self.pipeline - 1
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes alone, as stored in checkpoints."""
+        return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline, "data": self.data}
+
+    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over data and context ranks of the last stage, then make it known to every stage. In place."""
+        if self.is_last_stage:
+            dist.all_reduce(values, group=self.groups.dp_cp)
+        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=self.groups.pp)
+        return values
+
+    def any_rank(self, flag: bool) -> bool:
+        """True on every rank if it is true on one."""
+        if self.world_size == 1:
+            return flag
+        value = torch.tensor([float(flag)], device=platform.device())
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+
+def world_size() -> int:
+    """Number of processes, as torchrun tells it; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def start(parallel: ParallelConfig, seed: int) -> Iterator[ParallelState]:
+    """Start torch.distributed and megatron-core's groups for this layout; destroy both at the end, whatever happens."""
+    if platform.is_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if world_size() > 1:
+        dist.init_process_group(platform.backend())
+    else:  # alone: no port, no address
+        dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
+        )
+        # Nothing in a training step draws random numbers, but megatron-core forks this generator under sequence parallelism.
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        yield ParallelState(
+            world_size=dist.get_world_size(),
+            rank=dist.get_rank(),
+            tensor=parallel.tensor,
+            context=parallel.context,
+            pipeline=parallel.pipeline,
+            data=groups.dp.size(),
+            data_rank=groups.dp.rank(),
+            context_rank=groups.cp.rank(),
+            groups=groups,
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,99 @@
+"""What a person sees while a run works. Rank 0 speaks, the others are silent."""
+
+import time
+from pathlib import Path
+
+from hybrid_megatron import platform
+from hybrid_megatron.checkpoint.store import Progress
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.model.accounting import Accounts
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel import ParallelState
+from hybrid_megatron.training.tracking import read_metrics
+
+
+class Console:
+    def __init__(self, config: RunConfig, speaks: bool):
+        self.config, self.speaks = config, speaks
+        self.began: float | None = None
+        self.first = 0
+
+    def say(self, text: str) -> None:
+        if self.speaks:
+            print(text, flush=True)
+
+    def describe(self, state: ParallelState, accounts: Accounts) -> None:
+        """Every derived number, before the first step."""
+        config, train = self.config, self.config.train
+        parts = ", ".join(f"{name} {count:,}" for name, count in accounts.params.items())
+        micro_batches = config.batch_samples // (train.micro_batch * state.data)
+        self.say(f"run        {config.run_dir}")
+        self.say(f"layers     {plan_layers(config)}")
+        self.say(f"parameters {accounts.total_params:,} ({parts})")
+        self.say(f"flops      {accounts.flops_per_token / 1e6:,.1f} M a token, forward and backward, at {train.context:,} tokens a sample")
+        self.say(f"device     {platform.device_name()} x{state.world_size}, {train.precision}, layout: {_sizes(state.layout)}")
+        self.say(
+            f"batch      {train.batch_tokens:,} tokens = {config.batch_samples} samples of {train.context:,} "
+            f"= {state.data} data ranks x {micro_batches} micro-batches of {train.micro_batch}"
+        )
+        self.say(f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up")
+
+    def resumed(self, checkpoint: Path, progress: Progress) -> None:
+        self.say(f"resumed    {checkpoint.name} ({progress.tokens:,} tokens), written by layout {_sizes(progress.layout)}")
+
+    def step(self, metrics: dict[str, float]) -> None:
+        """One line every `tracking.log_interval` steps, with the time left by the mean pace of this session."""
+        now, step = time.perf_counter(), metrics["step"]
+        if self.began is None:  # the first step compiles and warms up: not part of the pace
+            self.began, self.first = now, step
+        shown = step % self.config.tracking.log_interval == 0 or step == self.config.num_steps or "validation_loss" in metrics
+        if not shown and step > 1:
+            return
+        line = (
+            f"step {step:>6}/{self.config.num_steps}  {metrics['tokens'] / 1e6:>9.2f}M tokens  loss {metrics['lm_loss']:.4f}  "
+            f"lr {metrics['lr']:.2e}  grad {metrics['grad_norm']:.2f}  {metrics['tokens_per_second_per_gpu']:>9,.0f} tok/s"
+        )
+        if "mfu" in metrics:
+            line += f"  mfu {metrics['mfu']:.1%}"
+        if step > self.first:
+            left = (now - self.began) / (step - self.first) * (self.config.num_steps - step)
+            line += f"  left {_duration(left)}"
+        if "validation_loss" in metrics:
+            line += f"  validation loss {metrics['validation_loss']:.4f}"
+        self.say(line)
+
+    def already_complete(self, step: int) -> None:
+        self.say(f"complete   this run has done all its {step:,} steps; {self._result()}")
+        self.say(f"run folder {self.config.run_dir}")
+
+    def finish(self, step: int, stopped_by: str | None, plot: Path) -> None:
+        if stopped_by:
+            self.say(f"stopped    by {stopped_by} after step {step:,}, with a checkpoint; run the same command again to resume")
+        else:
+            self.say(f"complete   {step:,} steps; {self._result()}")
+        self.say(f"run folder {self.config.run_dir}")
+        self.say(f"plot       {plot}")
+
+    def _result(self) -> str:
+        """Final losses and speed, as metrics.jsonl has them."""
+        metrics = read_metrics(Path(self.config.run_dir) / "metrics.jsonl")
+        if not metrics:
+            return "metrics.jsonl is not there"
+        tail = metrics[-10:]
+        words = [f"training loss {sum(m['lm_loss'] for m in tail) / len(tail):.4f} (mean of the last {len(tail)} steps)"]
+        measured = [m["validation_loss"] for m in metrics if "validation_loss" in m]
+        if measured:
+            words.append(f"validation loss {measured[-1]:.4f}")
+        rates = sorted(m["tokens_per_second_per_gpu"] for m in metrics)
+        words.append(f"{rates[len(rates) // 2]:,.0f} tokens/s per device (median)")
+        return ", ".join(words)
+
+
+def _sizes(layout: dict[str, int]) -> str:
+    return " ".join(f"{name} {size}" for name, size in layout.items())
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

@@ -1,0 +1,201 @@
+"""The path of a run, from a valid recipe to a finished run folder."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_megatron import platform
+from hybrid_megatron.checkpoint.save_load import checkpoint_bytes, load_checkpoint, save_checkpoint
+from hybrid_megatron.checkpoint.store import CheckpointStore, Progress
+from hybrid_megatron.config.megatron import parameter_dtype
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.config.validate import validate
+from hybrid_megatron.data import Dataset, open_dataset
+from hybrid_megatron.errors import CheckpointError, RunError
+from hybrid_megatron.model.accounting import Accounts, account
+from hybrid_megatron.model.mixers import MIXERS
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel import ParallelState, start
+from hybrid_megatron.parallel.state import global_rank, world_size
+from hybrid_megatron.training.build import Trainer, build_trainer
+from hybrid_megatron.training.console import Console
+from hybrid_megatron.training.optimizer import set_hyperparameters
+from hybrid_megatron.training.plot import plot_losses
+from hybrid_megatron.training.run_folder import RunFolder
+from hybrid_megatron.training.schedule import learning_rate
+from hybrid_megatron.training.signals import StopRequest, stop_on_signals
+from hybrid_megatron.training.step import NonFinite, StepResult, train_step, validation_loss
+from hybrid_megatron.training.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended."""
+
+    run_dir: Path
+    step: int
+    """Steps done in all."""
+    complete: bool
+    stopped_by: str | None = None
+    """The signal that stopped it, if one did."""
+
+
+def train(config: RunConfig) -> Outcome:
+    """Train a recipe to its token budget, from the newest checkpoint in its run folder if there is one.
+
+    Called by every process. Raises a UserError for what the user can mend; before any process group exists where that is possible.
+    """
+    validate(config, world_size())
+    problem = platform.kernel_pair_problem()
+    if problem and any(MIXERS[layer.mixer].needs_fla for layer in plan_layers(config)):
+        raise RunError(problem)
+    train_data = open_dataset(config, "train")
+    valid_data = open_dataset(config, "valid") if config.data.valid is not None else None
+    folder = RunFolder(config) if global_rank() == 0 else None
+    try:
+        with stop_on_signals() as stop, start(config.parallel, config.seed) as state:
+            return _run(config, state, folder, train_data, valid_data, stop)
+    finally:
+        if folder is not None:
+            folder.close()
+
+
+def _run(
+    config: RunConfig, state: ParallelState, folder: RunFolder | None, train_data: Dataset, valid_data: Dataset | None, stop: StopRequest
+) -> Outcome:
+    console = Console(config, speaks=state.rank == 0)
+    store = CheckpointStore(config.run_dir)
+    accounts = account(config, plan_layers(config))
+    console.describe(state, accounts)
+    trainer = build_trainer(config, state, train_data, valid_data)
+    done = _resume(trainer, store, console)
+    if folder is not None:
+        store.tidy()
+        folder.event("start", step=done, layout=state.layout, world_size=state.world_size, device=platform.device_name())
+    if done >= config.num_steps:
+        console.already_complete(done)
+        return Outcome(Path(config.run_dir), done, complete=True)
+
+    tracker = Tracker(config, folder, done) if folder is not None else None
+    try:
+        outcome = _steps(trainer, accounts, store, folder, tracker, console, stop, done)
+    except BaseException as error:
+        if tracker is not None:
+            folder.event("failed", error=str(error).splitlines()[0] if str(error) else type(error).__name__)
+            tracker.close(exit_code=1)
+        raise
+    if tracker is not None:
+        tracker.close(exit_code=0)
+        console.finish(outcome.step, outcome.stopped_by, plot_losses(folder.path))
+    return outcome
+
+
+def _steps(
+    trainer: Trainer,
+    accounts: Accounts,
+    store: CheckpointStore,
+    folder: RunFolder | None,
+    tracker: Tracker | None,
+    console: Console,
+    stop: StopRequest,
+    done: int,
+) -> Outcome:
+    """The loop: step, measure, log, save, until the budget is spent or someone asks to stop."""
+    config, state = trainer.config, trainer.state
+    while done < config.num_steps:
+        began = time.perf_counter()
+        lr = learning_rate(config, done)
+        set_hyperparameters(trainer.optimizer, lr, config.optimizer.weight_decay)
+        try:
+            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state)
+        except NonFinite as problem:
+            raise _diverged(trainer, accounts, store, done, problem) from None
+        platform.synchronize()
+        done += 1
+        metrics = _metrics(config, state, accounts, done, lr, result, time.perf_counter() - began)
+
+        last = done == config.num_steps
+        stopping = state.any_rank(bool(stop))
+        if trainer.valid_stream is not None and (last or done % config.validation.interval_steps == 0):
+            metrics["validation_loss"] = validation_loss(config, trainer.model, trainer.valid_stream, state)
+        if tracker is not None:
+            tracker.log(metrics)
+        console.step(metrics)
+        if last or stopping or done % config.checkpoint.interval_steps == 0:
+            _save(trainer, accounts, store, folder, done)
+        if stopping and not last:
+            if folder is not None:
+                folder.event("stopped", step=done, signal=stop.name)
+            return Outcome(Path(config.run_dir), done, complete=False, stopped_by=stop.name or "a signal to another process")
+    if folder is not None:
+        folder.event("complete", step=done)
+    return Outcome(Path(config.run_dir), done, complete=True)
+
+
+def _metrics(
+    config: RunConfig, state: ParallelState, accounts: Accounts, done: int, lr: float, result: StepResult, seconds: float
+) -> dict[str, float]:
+    """One line of metrics.jsonl, by the names of the field; mfu only where the device's peak is known."""
+    rate = config.train.batch_tokens / seconds / state.world_size
+    metrics = {
+        "step": done,
+        "tokens": done * config.train.batch_tokens,
+        "loss": result.loss,
+        "lm_loss": result.lm_loss,
+        "grad_norm": result.grad_norm,
+        "lr": lr,
+        "tokens_per_second_per_gpu": rate,
+        "model_tflops_per_gpu": rate * accounts.flops_per_token / 1e12,
+        "peak_memory_gib": platform.peak_memory_gib(),
+        "step_seconds": seconds,
+        "data_seconds": result.data_seconds,
+    }
+    peak = platform.peak_flops()
+    if peak is not None:
+        metrics["mfu"] = rate * accounts.flops_per_token / peak
+    return metrics
+
+
+def _resume(trainer: Trainer, store: CheckpointStore, console: Console) -> int:
+    """Load the newest complete checkpoint; returns the number of steps done, 0 for a fresh start."""
+    newest = store.newest()
+    if newest is None:
+        return 0
+    progress = load_checkpoint(newest, trainer.model, trainer.optimizer, trainer.state)
+    data = trainer.train_stream.dataset
+    if progress.data != data.fingerprint:
+        raise CheckpointError(
+            f"data.train={data.prefix}: {newest} was trained on other data (fingerprint {progress.data[:12]}, this is {data.fingerprint[:12]}); "
+            "resume with the same dataset, or give another run_dir"
+        )
+    console.resumed(newest, progress)
+    return progress.step
+
+
+def _save(trainer: Trainer, accounts: Accounts, store: CheckpointStore, folder: RunFolder | None, done: int, name: str | None = None) -> Path:
+    config = trainer.config
+    began = time.perf_counter()
+    path = save_checkpoint(
+        store,
+        name or f"step_{done:08d}",
+        trainer.model,
+        trainer.optimizer,
+        Progress(done, done * config.train.batch_tokens, trainer.state.layout, trainer.train_stream.dataset.fingerprint),
+        trainer.state,
+        checkpoint_bytes(accounts.total_params, parameter_dtype(config).itemsize),
+    )
+    if folder is not None:
+        folder.event("saved", step=done, checkpoint=path.name, seconds=round(time.perf_counter() - began, 3))
+        store.tidy(config.checkpoint.keep_last)
+    return path
+
+
+def _diverged(trainer: Trainer, accounts: Accounts, store: CheckpointStore, done: int, problem: NonFinite) -> RunError:
+    """Keep the parameters that led there, under a name that resuming does not take."""
+    path = _save(trainer, accounts, store, None, done, name=f"diverged_{done:08d}")
+    newest = store.newest()
+    resume = f"the newest good checkpoint is {newest.name}" if newest else "there is no earlier checkpoint"
+    return RunError(
+        f"step {done + 1}: {problem}; the run stops. The parameters from before this step are in {path}; {resume}. "
+        "A lower optimizer.peak_lr, a longer schedule.warmup_tokens or another seed are the usual ways out"
+    )

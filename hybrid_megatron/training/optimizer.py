@@ -1,0 +1,75 @@
+"""AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101) under megatron-core's distributed optimizer."""
+
+import torch
+
+import hybrid_megatron.platform  # noqa: F401  before megatron.core
+import megatron.core.optimizer as megatron_optimizer
+from hybrid_megatron.config.megatron import optimizer_config
+from hybrid_megatron.config.schema import RunConfig
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer, get_megatron_optimizer
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """One fused kernel a parameter group, on CPU and CUDA, keeping its state as megatron-core's distributed optimizer expects it.
+
+    megatron-core is written against Apex's and TE's FusedAdam: the step count lives in the parameter group and a parameter's state is
+    exp_avg and exp_avg_sq alone. With torch's own AdamW it cannot resume (it puts one step tensor into all parameters, each of which then
+    counts it up).
+    """
+
+    def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode=True, capturable=False):
+        assert adam_w_mode and not capturable
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            step = torch.tensor(float(group["step"]), device=params[0].device)
+            torch._fused_adamw_(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [step] * len(params),
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+
+
+def build_optimizer(config: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+    """The distributed optimizer over FusedAdamW. Vectors (norms, gates, decays) get no weight decay: megatron-core's standard rule."""
+    _use_fused_adamw()
+    return get_megatron_optimizer(optimizer_config(config), [model])
+
+
+def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Put this step's learning rate and weight decay into every group; the group's own factors say which go without."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def _use_fused_adamw() -> None:
+    """Stand in where megatron-core looks for Apex's FusedAdam, whether or not Apex or TE is installed."""
+    megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdamW
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True
+    distrib_optimizer.USING_TE_OPTIMIZER = False

@@ -1,0 +1,28 @@
+"""python -m launch train RECIPE [section.key=value ...]
+
+RECIPE is a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k. Alone it runs on one device; with
+`torchrun --nproc-per-node N -m launch train ...` on N. The same command resumes an interrupted run.
+"""
+
+import os
+import sys
+
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.errors import exit_with_code_2
+
+
+def main(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        raise SystemExit(0 if words else 2)
+    with exit_with_code_2(speaks=os.environ.get("RANK", "0") == "0"):
+        config = load_recipe(words)
+        from hybrid_megatron.training.loop import train  # after the recipe is read: this imports torch and megatron-core
+
+        outcome = train(config)
+    if not outcome.complete:
+        raise SystemExit(130 if outcome.stopped_by == "SIGINT" else 143)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
