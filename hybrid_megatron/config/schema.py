@@ -147,7 +147,7 @@ class TrackingConfig:
     log_interval: int = 10
     """Steps between two printed lines; `metrics.jsonl` holds every step."""
     wandb: str = "auto"
-    """auto: online if this user is logged in, else offline. online, offline, or off."""
+    """auto: online if this user is logged in, else offline. online, offline, or disabled."""
     project: str = "hybrid-megatron"
     """wandb project."""
 

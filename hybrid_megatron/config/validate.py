@@ -43,7 +43,7 @@ def _positive(config: RunConfig) -> Iterator[str]:
 def _choices(config: RunConfig) -> Iterator[str]:
     for key, value, allowed in (
         ("train.precision", config.train.precision, ("bf16", "fp32")),
-        ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "off")),
+        ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "disabled")),
     ):
         if value not in allowed:
             yield f"{key}={value}: it must be one of {', '.join(allowed)}"

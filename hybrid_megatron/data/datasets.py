@@ -5,7 +5,6 @@ the context and the seed alone, so one cache serves every token budget and every
 """
 
 import hashlib
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import hybrid_megatron.platform  # noqa: F401  before megatron.core
+from data_prep.manifest import manifest_path, read_manifest
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -38,7 +38,7 @@ class Dataset:
 def open_dataset(config: RunConfig, split: str) -> Dataset:
     """Open `data.train` or `data.valid` for training. Raises DataError: missing or damaged files, another tokenizer, no index maps."""
     prefix = _prefix(config, split)
-    manifest = _check_files(config, split, prefix)
+    fingerprint = _check_files(config, split, prefix)
     cache = _cache_dir(config, prefix)
     # defer_npy_index_mmap makes no maps and reads none yet, but knows their names and the number of samples
     named = _gpt_dataset(config, prefix, split, cache, deferred=True)
@@ -50,7 +50,7 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
         )
     if len(named) < 1:
         raise DataError(f"data.{split}={prefix}: it holds fewer tokens than one sample of train.context={config.train.context}")
-    return Dataset(prefix, named, manifest["fingerprint"])
+    return Dataset(prefix, named, fingerprint)
 
 
 def build_index_caches(config: RunConfig) -> list[Path]:
@@ -107,8 +107,8 @@ class _NoTokenizer:
     unique_identifiers = {"class": "none"}
 
 
-def _check_files(config: RunConfig, split: str, prefix: Path) -> dict:
-    """Refuse what would fail or mislead later; returns {"fingerprint": ...}."""
+def _check_files(config: RunConfig, split: str, prefix: Path) -> str:
+    """Refuse what would fail or mislead later; returns the fingerprint of the tokens."""
     key = f"data.{split}={prefix}"
     for suffix in (".bin", ".idx"):
         if not prefix.with_name(prefix.name + suffix).is_file():
@@ -125,16 +125,13 @@ def _check_files(config: RunConfig, split: str, prefix: Path) -> dict:
             f"{key}: {bin_file} has {size:,} bytes and its index describes {held:,}; the file is truncated or belongs to another index; "
             "make the dataset again"
         )
-    manifest_file = prefix.with_name(prefix.name + ".manifest.json")
+    manifest_file = manifest_path(prefix)
     if not manifest_file.is_file():
         warnings.warn(f"{key}: there is no {manifest_file.name} beside it, so neither its tokenizer nor its hashes can be checked")
-        return {"fingerprint": hashlib.sha256(idx_file.read_bytes()).hexdigest()}
-    try:
-        manifest = json.loads(manifest_file.read_text())
-        _check_tokenizer(config, key, manifest["tokenizer"])
-        return {"fingerprint": manifest["bin_sha256"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{manifest_file}: not a manifest of data_prep ({type(error).__name__}: {error}); make the dataset again") from None
+        return hashlib.sha256(idx_file.read_bytes()).hexdigest()
+    manifest = read_manifest(prefix)
+    _check_tokenizer(config, key, manifest.tokenizer)
+    return manifest.bin_sha256
 
 
 def _check_tokenizer(config: RunConfig, key: str, made_with: dict) -> None:

@@ -24,7 +24,7 @@ def initialize_parameters(model: MegatronModule, run: RunConfig, state: Parallel
     special = {p.data_ptr(): p.init for p in model.parameters() if hasattr(p, "init")}
     apply_factories(tensors)  # splits the fused gate and up rows of SwiGLU into their places in the whole matrix
     whole: dict[str, torch.Tensor] = {}
-    for tensor in _sharded_tensors(tensors):
+    for tensor in sharded_tensors(tensors):
         if tensor.key not in whole:
             whole = {tensor.key: _draw(tensor, special.get(tensor.data.data_ptr()), run)}
         cut = tuple(slice(offset, offset + length) for offset, length in zip(tensor.global_offset, tensor.local_shape))
@@ -45,9 +45,9 @@ def _draw(tensor: ShardedTensor, init, run: RunConfig) -> torch.Tensor:
     return torch.randn(shape, generator=generator).mul_(run.model.init_std)
 
 
-def _sharded_tensors(tree) -> list[ShardedTensor]:
+def sharded_tensors(tree) -> list[ShardedTensor]:
     """All ShardedTensors, those of one key next to each other."""
     if isinstance(tree, ShardedTensor):
         return [tree]
     below = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for part in below for tensor in _sharded_tensors(part)]
+    return [tensor for part in below for tensor in sharded_tensors(part)]

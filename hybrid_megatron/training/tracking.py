@@ -52,12 +52,12 @@ def _drop_after(path: Path, step: int) -> None:
 
 def _start_wandb(config: RunConfig, folder: RunFolder):
     """The wandb run with this folder's id, or None. Offline unless the user is logged in; a missing package is a warning."""
-    if config.tracking.wandb == "off":
+    if config.tracking.wandb == "disabled":
         return None
     try:
         import wandb
     except ImportError:
-        warnings.warn("wandb is not installed, so this run is not mirrored there; metrics.jsonl has everything (tracking.wandb=off says so)")
+        warnings.warn("wandb is not installed, so this run is not mirrored there; metrics.jsonl has everything (tracking.wandb=disabled says so)")
         return None
     mode = config.tracking.wandb
     if mode == "auto":

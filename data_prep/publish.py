@@ -1,0 +1,103 @@
+"""Output that is either complete or not there.
+
+A job writes into a hidden staging folder beside its output and renames the files into place at the end, manifests last. Whatever finished
+output was there stays until that moment; a killed job leaves only the staging folder, which the next job removes.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from hybrid_megatron.errors import DataError
+
+
+class Staging:
+    """Context manager around the writing of output files of `directory`.
+
+    Any OSError inside becomes a `DataError` about the output folder, so errors of reading have to be turned into their own `DataError`
+    where they arise. Only one job at a time writes to a folder.
+    """
+
+    def __init__(self, directory: Path, name: str):
+        self.directory = directory
+        self.folder = directory / f".{name}.partial"
+        self.was_interrupted = False
+        self._lock: int | None = None
+        self._created: list[Path] = []
+
+    def __enter__(self) -> "Staging":
+        with self._explained():
+            missing = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._created = missing
+            self._take_lock()
+            self.was_interrupted = self.folder.exists()
+            if self.was_interrupted:
+                shutil.rmtree(self.folder)
+            self.folder.mkdir()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        if error is not None:
+            with contextlib.suppress(OSError):  # only folders which this job made, and only while they are empty
+                for folder in self._created:
+                    folder.rmdir()
+        if isinstance(error, OSError):
+            raise self._error(error) from None
+
+    def path(self, name: str) -> Path:
+        """Where to write the file that becomes `directory/name`."""
+        return self.folder / name
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file, through to the disk."""
+        with self.path(name).open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish(self, files: Sequence[str], last: Sequence[str] = ()) -> None:
+        """Rename `files` into place, then `last` (manifests): at no moment does a manifest stand beside files that are not its own."""
+        for name in last:
+            (self.directory / name).unlink(missing_ok=True)
+        for name in (*files, *last):
+            os.replace(self.path(name), self.directory / name)
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _take_lock(self) -> None:
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno == errno.EWOULDBLOCK:
+                raise DataError(
+                    f"{self.directory}: another data_prep job is writing there; wait for it or choose another --output"
+                ) from None
+            return  # some network file systems cannot lock folders; the renames alone still keep the output whole
+        self._lock = descriptor
+
+    @contextlib.contextmanager
+    def _explained(self):
+        try:
+            yield
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: OSError) -> DataError:
+        reason = error.strerror or str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        mend = "free some space there" if full else "make it a folder you may write to"
+        return DataError(f"{self.directory}: the output cannot be written ({reason}); {mend} or choose another --output")

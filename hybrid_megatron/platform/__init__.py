@@ -1,0 +1,28 @@
+"""Where the program runs: CUDA, or a CPU that megatron-core is made to accept.
+
+    import hybrid_megatron.platform as platform      # before the first import of megatron.core
+    platform.device(), platform.backend(), platform.peak_flops()
+
+Importing this package activates the CPU backend where there is no CUDA and changes nothing where there is. Only the modules of
+megatron.core see the change: `torch.cuda` stays what it is for everybody else, so our own code asks `device()` and `is_cuda()`
+and never calls `torch.cuda.current_device()`, `tensor.cuda()` or `torch.cuda.get_rng_state()` unguarded.
+"""
+
+from hybrid_megatron.platform import cpu_backend
+from hybrid_megatron.platform.device import (
+    backend,
+    device,
+    device_name,
+    is_cuda,
+    kernel_pair_problem,
+    peak_flops,
+    peak_memory_gib,
+    reset_peak_memory,
+    synchronize,
+)
+from hybrid_megatron.platform.quiet import silence_megatron
+
+__all__ = ["backend", "device", "device_name", "is_cuda", "kernel_pair_problem", "peak_flops", "peak_memory_gib", "reset_peak_memory", "synchronize"]
+
+silence_megatron()
+cpu_backend.install()

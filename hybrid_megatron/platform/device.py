@@ -1,0 +1,98 @@
+"""Facts about the device this process runs on."""
+
+import contextlib
+import re
+import resource
+import sys
+
+import torch
+from packaging.version import Version
+
+_GIB = 2**30
+
+# Dense bf16 tensor-core peak in FLOP/s, by the name the driver reports; NVIDIA's datasheets print twice these figures "with
+# sparsity". The whole name must match: a MIG slice ("NVIDIA H200 MIG 1g.18gb") or a special edition is not the full device.
+_PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    (r"NVIDIA H200", 989e12),  # H200 datasheet: SXM 1,979 with sparsity
+    (r"NVIDIA H200 NVL", 835.5e12),  # H200 datasheet: NVL 1,671 with sparsity
+    (r"NVIDIA H100 80GB HBM3", 989e12),  # H100 datasheet: SXM 1,979 with sparsity
+    (r"NVIDIA H100 NVL", 835.5e12),  # H100 datasheet: NVL 1,671 with sparsity
+    (r"NVIDIA H100 PCIe", 756e12),  # H100 PCIe product brief: 1,513 with sparsity
+    (r"(NVIDIA )?A100-SXM4-(40|80)GB", 312e12),  # A100 datasheet: 312, the same for SXM and PCIe
+    (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
+    (r"NVIDIA A100 80GB PCIe", 312e12),
+)
+
+
+def is_cuda() -> bool:
+    """Whether there is a CUDA device to run on."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process: the current CUDA device (set it with `torch.cuda.set_device`), or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
+
+
+def device_name() -> str:
+    """What to call this device in messages."""
+    return torch.cuda.get_device_name() if is_cuda() else "CPU"
+
+
+def backend() -> str:
+    """The torch.distributed backend that moves this device's tensors."""
+    return "nccl" if is_cuda() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until the device has done everything asked of it so far."""
+    if is_cuda():
+        torch.cuda.synchronize()
+
+
+def peak_memory_gib() -> float:
+    """Peak memory since the last `reset_peak_memory`, in GiB: of tensors on the GPU, or of the whole process on a CPU (RSS)."""
+    if is_cuda():
+        return torch.cuda.max_memory_allocated() / _GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / _GIB  # bytes on macOS, KiB on Linux
+
+
+def reset_peak_memory() -> None:
+    """Start a new peak from what is in use now. On a CPU that works on Linux; elsewhere the peak stays that of the whole run."""
+    if is_cuda():
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        # 5 resets the peak RSS, see proc(5); a container may forbid it.
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as clear_refs:
+            clear_refs.write("5")
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 peak of this device in FLOP/s, or None where it is not known: then there is no MFU, never a guess."""
+    return peak_flops_of(torch.cuda.get_device_name()) if is_cuda() else None
+
+
+def peak_flops_of(name: str) -> float | None:
+    """The figure of `peak_flops` for a device of this name."""
+    return next((peak for pattern, peak in _PEAK_FLOPS if re.fullmatch(pattern, name)), None)
+
+
+def kernel_pair_problem() -> str | None:
+    """What is wrong with triton and this GPU taken together, in one sentence; None if nothing is."""
+    if not is_cuda():
+        return None
+    import triton  # exists on Linux only
+
+    return kernel_pair_problem_of(triton.__version__, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+
+
+def kernel_pair_problem_of(triton_version: str, capability: tuple[int, int], name: str) -> str | None:
+    """The sentence of `kernel_pair_problem` for a triton version and a GPU."""
+    # flash-linear-attention issue 640; FLA itself refuses the same pair in ops/common/chunk_o.py.
+    if capability[0] == 9 and Version("3.4.0") <= Version(triton_version) < Version("3.7.1"):
+        return (
+            f"triton {triton_version} computes wrong gradients for gated linear attention on {name} (Hopper; triton 3.4.0 to 3.7.0 do, "
+            "flash-linear-attention issue 640): install triton 3.7.1 or newer, for example with: pip install 'triton>=3.7.1'"
+        )
+    return None

@@ -1,0 +1,75 @@
+"""What runs inside the ranks of parity tests: one step's loss and gradients, and short trainings."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from hybrid_megatron.checkpoint.metadata import sharding_metadata
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.config.megatron import ddp_config
+from hybrid_megatron.data import BatchStream, open_dataset
+from hybrid_megatron.model.hybrid_model import build_model
+from hybrid_megatron.model.initialize import sharded_tensors
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel import start
+from hybrid_megatron.training import step as step_module
+from hybrid_megatron.training.loop import train
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+
+
+def losses(words: list[str]) -> list[dict] | None:
+    """Train by the recipe; rank 0 returns the lines of metrics.jsonl."""
+    outcome = train(load_recipe(words))
+    assert outcome.complete
+    return [json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[tuple], list[tuple]]:
+    """One step's loss, and this rank's shards of parameters and gradients as (name, whole shape, offset, tensor).
+
+    Without the distributed optimizer, which would leave only each rank's own share reduced.
+    """
+    config = load_recipe(words)
+    data = open_dataset(config, "train")
+    with start(config.parallel, config.seed) as state:
+        model = build_model(config, plan_layers(config), state)
+        wrapped = DistributedDataParallel(model.config, dataclasses.replace(ddp_config(), use_distributed_optimizer=False), model)
+        model.config.finalize_model_grads_func = finalize_model_grads
+        model.config.no_sync_func = wrapped.no_sync
+        stream = BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
+        wrapped.zero_grad_buffer()
+        loss, _, _ = step_module._run_schedule(config, wrapped, stream.step(at_step), stream.micro_batches, state, forward_only=False)
+        parameters = _shards(model, state)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data = parameter.main_grad.clone()
+        return loss, parameters, _shards(model, state)
+
+
+def _shards(model, state) -> list[tuple]:
+    tree = model.sharded_state_dict(metadata=sharding_metadata(state))
+    apply_factories(tree)
+    return [(t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().clone().numpy()) for t in sharded_tensors(tree)]
+
+
+def assemble(shards_of_ranks: list[list[tuple]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' shards. Shards that several ranks hold must agree."""
+    whole: dict[str, torch.Tensor] = {}
+    for shards in shards_of_ranks:
+        for name, shape, offset, data in shards:
+            tensor = whole.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
+            here = tensor[tuple(slice(o, o + n) for o, n in zip(offset, data.shape))]
+            data = torch.from_numpy(data).double()
+            known = ~here.isnan()
+            scale = max(float(data.norm()), 1e-12)
+            assert float((here - data)[known].norm()) <= 1e-6 * scale, f"ranks disagree about {name}"
+            here.copy_(data)
+    assert all(not tensor.isnan().any() for tensor in whole.values()), "a part of some tensor is on no rank"
+    return whole
+
+
+def run_folder_metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

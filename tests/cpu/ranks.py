@@ -1,0 +1,60 @@
+"""A group of living processes in which tests run functions as ranks of any world size up to its own.
+
+Importing torch and megatron-core takes seconds a process, so the processes live as long as the test session. A function runs with RANK,
+WORLD_SIZE and the rest set as torchrun sets them, and starts and ends its own process groups.
+"""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class Ranks:
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            # not a daemon: saving a checkpoint starts processes of its own
+            process = context.Process(target=_serve, args=(theirs,))
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, size: int, function: Callable, *arguments: Any) -> list[Any]:
+        """function(*arguments) on ranks 0 to size - 1; returns their results. The first exception of a rank is raised here, as text."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank, pipe in enumerate(self.pipes[:size]):
+            pipe.send((rank, size, port, function, arguments))
+        answers = [pipe.recv() for pipe in self.pipes[:size]]
+        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        assert not failures, "\n".join(failures)
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(pipe) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (task := pipe.recv()) is not None:
+        rank, size, port, function, arguments = task
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )  # fmt: skip
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
