@@ -4,8 +4,8 @@
 
 PY := .venv/bin/python
 # One thread a process: the tests run several processes side by side, and torch would give each of them all the cores.
-OMP_NUM_THREADS ?= 1
-export OMP_NUM_THREADS
+TEST_THREADS ?= 1
+
 export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH PYTHONHOME
 
@@ -19,10 +19,10 @@ quickstart: setup ## train a small hybrid model here and now
 	@$(PY) -m launch quickstart
 
 test: setup ## the tests that fit a few minutes on two cores
-	@$(PY) -m pytest tests/cpu -m "not slow" -q
+	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -m "not slow" -q
 
 test-all: setup ## every test that needs no GPU
-	@$(PY) -m pytest tests/cpu -q
+	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -q
 
 test-gpu: setup ## the tests that need a GPU
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: test-gpu needs a CUDA device, and torch sees none here")'

@@ -6,6 +6,8 @@ code 2 (`exit_with_code_2`). Broken invariants of our own code are assertions in
 
 import contextlib
 import sys
+import warnings
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -34,11 +36,35 @@ class RunError(UserError):
 
 @contextlib.contextmanager
 def exit_with_code_2(speaks: bool = True):
-    """Turn a `UserError` into `error: ...` on stderr and exit code 2. Only the process with `speaks` prints."""
+    """Turn a `UserError` into `error: ...` on stderr and exit code 2, and an interrupt into one line and 130. Only `speaks` prints."""
     try:
-        yield
+        with _plain_warnings(speaks):
+            yield
     except UserError as error:
         if speaks:
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        if speaks:
+            print("stopped    by SIGINT, nothing lost", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+
+
+@contextlib.contextmanager
+def _plain_warnings(speaks: bool):
+    """Show what this package warns of as `warning: ...`, without the line of code it comes from; others' warnings as ever."""
+    show = warnings.showwarning
+    ours = str(Path(__file__).parent)
+
+    def plain(message, category, filename, lineno, file=None, line=None):
+        if not filename.startswith(ours):
+            show(message, category, filename, lineno, file, line)
+        elif speaks:
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = plain
+    try:
+        yield
+    finally:
+        warnings.showwarning = show

@@ -5,6 +5,7 @@ RECIPE is a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4
 """
 
 import os
+import signal
 import sys
 
 from hybrid_megatron.config import load_recipe
@@ -19,9 +20,13 @@ def main(words: list[str]) -> None:
         config = load_recipe(words)
         from hybrid_megatron.training.loop import train  # after the recipe is read: this imports torch and megatron-core
 
-        outcome = train(config)
+        exit_unless_complete(train(config))
+
+
+def exit_unless_complete(outcome) -> None:
+    """A run stopped by a signal exits as a shell expects of one: 130 after SIGINT, 143 after SIGTERM."""
     if not outcome.complete:
-        raise SystemExit(130 if outcome.stopped_by == "SIGINT" else 143)
+        raise SystemExit(128 + signal.Signals[outcome.stopped_by])
 
 
 if __name__ == "__main__":

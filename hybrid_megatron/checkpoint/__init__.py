@@ -1,4 +1,5 @@
 """Checkpoints: save, load, choose, retain.
 
-`store.py` is the folder and its rules, `save_load.py` the contents, `rng.py` random states, `metadata.py` how states are sharded.
+`store.py` is the folder and its rules, `save_load.py` the contents, `rng.py` random states, `untrusted.py` keeps code in
+files from running.
 """

@@ -1,19 +1,23 @@
 """Write and read a checkpoint with megatron-core's dist_checkpointing (torch_dist): every rank writes its shards, any layout reads them."""
 
-import errno
-import os
+import contextlib
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from hybrid_megatron.checkpoint.metadata import sharding_metadata
+from hybrid_megatron.checkpoint.integrity import check_hashes, hash_share, write_hashes
 from hybrid_megatron.checkpoint.rng import restore_rng, sharded_rng
 from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, read_progress, way_out
+from hybrid_megatron.checkpoint.untrusted import no_code_from_files
+from hybrid_megatron.checkpoint.writer import noting_write_errors
+from hybrid_megatron.config.megatron import sharding_metadata
 from hybrid_megatron.errors import CheckpointError
 from hybrid_megatron.parallel import ParallelState
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -29,43 +33,53 @@ def save_checkpoint(
 ) -> Path:
     """Save as `name` with SHA-256 hashes of all files; collective. Raises CheckpointError and leaves older checkpoints untouched."""
     partial = store.path / f"{name}.partial"
-    problem = None
-    if state.rank == 0:
-        try:
-            store.begin(name)
-            free = shutil.disk_usage(store.path).free
-            if free < needed_bytes:
-                problem = f"the checkpoint needs {needed_bytes / 2**30:.2f} GiB and the disk has {free / 2**30:.2f} GiB free"
-        except OSError as error:
-            problem = error.strerror
-    _agree(problem, store, partial)
-
-    content = _content(model, optimizer, state, loading=False)
     try:
-        dist_checkpointing.save(content, str(partial), content_metadata={"layout": progress.layout}, verify_integrity=True)
+        with state.together():
+            if state.rank == 0:
+                _begin(store, name, needed_bytes)
+        with state.together():
+            _write_shards(_content(model, optimizer, state, loading=False), partial, progress)
+        names: list[str] = []
+        with state.together(), _os_error_is_checkpoint_error():
+            if state.rank == 0:
+                save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+                names = sorted(path.name for path in partial.iterdir())
+        names = state.from_rank_0(names)
+        with state.together(), _os_error_is_checkpoint_error():
+            mine = hash_share(partial, state, names)
+        shares = state.of_all_ranks(mine)
+        with state.together(), _os_error_is_checkpoint_error():
+            if state.rank == 0:
+                write_hashes(partial, shares)
+                store.finish(partial, progress)
+    except CheckpointError as error:
         if state.rank == 0:
-            store.finish(partial, progress)
-    except Exception as error:  # torch wraps what a writer raised in exceptions of its own
-        cause = _os_error(error)
-        if cause is None:
-            raise
-        problem = cause.strerror
-    _agree(problem, store, partial)
+            store.discard(partial)
+        newest = store.newest()
+        kept = f"the newest complete checkpoint is {newest.name}" if newest else "there is no earlier one"
+        raise CheckpointError(
+            f"{store.path / name}: not saved, {error}; {kept}; mend that and run the same command again to resume"
+        ) from None
     return store.path / name
 
 
 def load_checkpoint(checkpoint: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, state: ParallelState) -> Progress:
     """Restore model, optimizer and, under the layout that wrote it, random states; collective. Raises CheckpointError."""
-    progress = read_progress(checkpoint)
+    with state.together():
+        progress = read_progress(checkpoint)
+        check_hashes(checkpoint, state)
     content = _content(model, optimizer, state, loading=True)
     same_layout = progress.layout == state.layout
     if not same_layout:
         del content["rng"]
-    try:
-        loaded = dist_checkpointing.load(content, str(checkpoint), verify_integrity=True)
-    except Exception as error:  # megatron-core, torch and pickle each have exceptions of their own for a damaged file
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(f"{checkpoint}: damaged or not of this model ({reason}); {way_out(checkpoint)}") from error
+    with state.together():
+        try:
+            with no_code_from_files(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch's about megatron-core's way of calling it
+                loaded = dist_checkpointing.load(content, str(checkpoint))
+        except Exception as error:  # megatron-core, torch and pickle each have exceptions of their own for a damaged file
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise CheckpointError(f"{checkpoint}: damaged or not of this model ({reason}); {way_out(checkpoint)}") from error
     model.module.load_state_dict(loaded["model"])
     with torch.no_grad():
         optimizer.load_state_dict(loaded["optimizer"])
@@ -80,7 +94,7 @@ def checkpoint_bytes(num_params: int, bytes_per_param: int) -> int:
 
 
 def _content(model: DistributedDataParallel, optimizer: MegatronOptimizer, state: ParallelState, *, loading: bool) -> dict:
-    metadata = sharding_metadata(state)
+    metadata = sharding_metadata(state.groups.dp_cp)
     weights = model.module.sharded_state_dict(metadata=metadata)
     return {
         "model": weights,
@@ -89,29 +103,33 @@ def _content(model: DistributedDataParallel, optimizer: MegatronOptimizer, state
     }
 
 
-def _agree(problem: str | None, store: CheckpointStore, partial: Path) -> None:
-    """Every rank raises if one has a problem; rank 0 removes what was begun."""
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = next((each for each in problems if each), None)
-    if found is None:
-        return
-    if dist.get_rank() == 0:
-        store.discard(partial)
-    newest = store.newest()
-    kept = f"the newest complete checkpoint is {newest.name}" if newest else "there is no earlier one"
-    raise CheckpointError(f"{partial.with_suffix('')}: not saved, {found}; {kept}; make room and run the same command again to resume")
+def _begin(store: CheckpointStore, name: str, needed_bytes: int) -> None:
+    with _os_error_is_checkpoint_error():
+        store.begin(name)
+        free = shutil.disk_usage(store.path).free
+    if free < needed_bytes:
+        raise CheckpointError(f"it needs {_size(needed_bytes)} and the disk has {_size(free)} free")
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The OSError at the bottom of a chain of exceptions, or one that its text tells of (a writer process passes on text alone)."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, OSError):
-            return error
-        for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS):
-            if f"[Errno {code}]" in str(error):
-                return OSError(code, os.strerror(code))
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
+def _write_shards(content: dict, partial: Path, progress: Progress) -> None:
+    """Every rank's shards and, on rank 0, `.metadata`. Collective; raises CheckpointError on the ranks that could not write."""
+    with noting_write_errors() as noted:
+        request = dist_checkpointing.save(
+            content, str(partial), content_metadata={"layout": progress.layout}, async_sharded_save=True, async_strategy="mcore"
+        )
+        finish_writing, _ = request.finalize_fns  # the second writes metadata.json, on rank 0 while the others wait for it
+        request._replace(finalize_fns=[finish_writing]).execute_sync()
+    if noted:
+        raise CheckpointError(noted[0])
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
+
+
+@contextlib.contextmanager
+def _os_error_is_checkpoint_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(error.strerror or str(error)) from None

@@ -33,8 +33,8 @@ class CheckpointStore:
         self.path = Path(run_dir) / "checkpoints"
 
     def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        found = [path for path in self.path.glob("step_*") if path.name[5:].isdigit() and (path / MARKER).is_file()]
+        """Complete checkpoints, oldest first: all with a final name. One whose marker is gone is damaged, and reading it says so."""
+        found = [path for path in self.path.glob("step_*") if path.name[5:].isdigit()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def newest(self) -> Path | None:
@@ -54,10 +54,15 @@ class CheckpointStore:
             _fsync(path)
         final = partial.with_suffix("")
         if final.exists():  # the same step saved before, by a run that was then set back
-            shutil.rmtree(final)
+            self._remove(final)
         partial.rename(final)
         _fsync(self.path)
         return final
+
+    def _remove(self, checkpoint: Path) -> None:
+        leaving = checkpoint.with_name(f"{checkpoint.name}.old.partial")  # so that a kill in the middle leaves no half checkpoint
+        checkpoint.rename(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
 
     def discard(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,16 +72,18 @@ class CheckpointStore:
         for path in self.path.glob("*.partial"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.complete()[:-keep_last] if keep_last else []:
-            leaving = path.with_suffix(".partial")  # renamed first, so that a kill in the middle leaves no half checkpoint
-            path.rename(leaving)
-            shutil.rmtree(leaving, ignore_errors=True)
+            self._remove(path)
 
 
 def read_progress(checkpoint: Path) -> Progress:
     try:
-        return Progress(**json.loads((checkpoint / MARKER).read_text()))
+        progress = Progress(**json.loads((checkpoint / MARKER).read_text()))
+        if not all(isinstance(getattr(progress, name), kind) for name, kind in (("step", int), ("tokens", int), ("layout", dict), ("data", str))):
+            raise ValueError("a value is of the wrong type")
+        return progress
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / MARKER}: not readable ({error}); {way_out(checkpoint)}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{checkpoint / MARKER}: not readable ({reason}); {way_out(checkpoint)}") from None
 
 
 def way_out(checkpoint: Path) -> str:

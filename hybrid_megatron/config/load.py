@@ -57,7 +57,7 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 def _name_the_run(merged, recipe: str, overrides: list[str]) -> None:
     """Fill `name` and `run_dir`: the recipe's words, and a hash of the overrides, so that two variants never share a folder."""
-    stem = "+".join(Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in recipe.split("+"))
+    stem = "+".join(Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in _words_of(recipe))
     if OmegaConf.is_missing(merged, "name"):
         merged.name = stem
     told = sorted(word for word in overrides if word.split("=")[0] not in ("name", "run_dir"))
@@ -66,9 +66,14 @@ def _name_the_run(merged, recipe: str, overrides: list[str]) -> None:
         merged.run_dir = f"runs/{merged.name}{variant}"
 
 
+def _words_of(recipe: str) -> list[str]:
+    """What + joins; the path of one file may hold a + itself, as the default run folders do."""
+    return [recipe] if Path(recipe).is_file() else recipe.split("+")
+
+
 def _files_of(recipe: str) -> list[Path]:
     """The files a recipe is made of, undermost first, each once: all bases, then the words in order."""
-    words = [_find(word) for word in recipe.split("+")]
+    words = [_find(word) for word in _words_of(recipe)]
     bases: list[Path] = []
 
     def lay_under(path: Path, beneath: tuple[Path, ...]) -> None:
@@ -104,6 +109,8 @@ def _read_yaml(path: Path, with_bases: bool = False) -> dict:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not tree:
+        raise ConfigError(f"{path}: the file holds no settings")
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of settings, this file holds a {type(tree).__name__}")
     bases = tree.get("bases")

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch.distributed import ProcessGroup
 
 import hybrid_megatron.platform  # noqa: F401  before megatron.core: activates the CPU backend where there is no CUDA
 from hybrid_megatron.config.schema import RunConfig
@@ -53,6 +54,20 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def sharding_metadata(dp_cp_group: ProcessGroup) -> dict:
+    """How dist_checkpointing shards states; one choice for saving, loading and initialising.
+
+    `fully_reshardable`: the optimizer state moves between layouts. `non_homogeneous_layers`: layers of one model may differ.
+    """
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "non_homogeneous_layers": True,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": dp_cp_group,
+    }
 
 
 def ddp_config() -> DistributedDataParallelConfig:

@@ -1,5 +1,6 @@
 """Rules between settings. `validate` reports every broken one at once; each rule is one function of a few lines."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -22,7 +23,7 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
-    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "samples"}
+    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2"}
     sections = [("", config)] + [(name, getattr(config, name)) for name in
                                  ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")]  # fmt: skip
     sections += [("model.attention", config.model.attention)]
@@ -32,9 +33,13 @@ def _positive(config: RunConfig) -> Iterator[str]:
             value = getattr(values, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
-            if not value > 0 and not (field.name in may_be_zero and value == 0):
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{section}.{field.name}={value}: it must be a finite number".lstrip(".")
+            elif not value > 0 and not (field.name in may_be_zero and value == 0):
                 least = "0 or more" if field.name in may_be_zero else "more than 0"
                 yield f"{section}.{field.name}={value}: it must be {least}".lstrip(".")
+    if config.seed >= 2**32:
+        yield f"seed={config.seed}: it must be less than 2^32"
     for name in ("beta1", "beta2"):
         if getattr(config.optimizer, name) >= 1:
             yield f"optimizer.{name}={getattr(config.optimizer, name)}: it must be less than 1"

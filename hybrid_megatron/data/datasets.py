@@ -5,9 +5,11 @@ the context and the seed alone, so one cache serves every token budget and every
 """
 
 import hashlib
+import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -16,10 +18,11 @@ from data_prep.manifest import manifest_path, read_manifest
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, IndexedDataset
 from megatron.core.datasets.utils import Split
 
 SPLITS = ("train", "valid")
+_HEADER = struct.Struct("<9sQBQQ")  # of a .idx: magic, version, type of a token, number of sequences, number of document borders
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,17 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
     fingerprint = _check_files(config, split, prefix)
     cache = _cache_dir(config, prefix)
     # defer_npy_index_mmap makes no maps and reads none yet, but knows their names and the number of samples
-    named = _gpt_dataset(config, prefix, split, cache, deferred=True)
-    paths = (named.path_to_document_index, named.path_to_sample_index, named.path_to_shuffle_index)
-    if not all(Path(path).is_file() for path in paths):
+    named = _gpt_dataset(config, prefix, fingerprint, cache, deferred=True)
+    if not all(path.is_file() for path in _map_files(named)):
         raise DataError(
             f"data.{split}={prefix}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}; "
             "make them once with: python -m data_prep build-cache RECIPE [the same overrides]"
         )
+    for path in _map_files(named):
+        try:
+            np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"data.{split}={prefix}: the index map {path} is damaged ({error}); remove it and run build-cache again") from None
     if len(named) < 1:
         raise DataError(f"data.{split}={prefix}: it holds fewer tokens than one sample of train.context={config.train.context}")
     return Dataset(prefix, named, fingerprint)
@@ -60,11 +67,15 @@ def build_index_caches(config: RunConfig) -> list[Path]:
         if split == "valid" and config.data.valid is None:
             continue
         prefix = _prefix(config, split)
-        _check_files(config, split, prefix)
+        fingerprint = _check_files(config, split, prefix)
         cache = _cache_dir(config, prefix)
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            _gpt_dataset(config, prefix, split, cache, deferred=False)
+            if not all(path.is_file() for path in _map_files(_gpt_dataset(config, prefix, fingerprint, cache, deferred=True))):
+                with TemporaryDirectory(dir=cache, prefix=".making-") as making:  # moved when whole: a killed build leaves no half map
+                    _gpt_dataset(config, prefix, fingerprint, Path(making), deferred=False)
+                    for file in Path(making).iterdir():
+                        file.replace(cache / file.name)
         except OSError as error:
             raise DataError(f"data.{split}: cannot write index maps into {cache}: {error.strerror}; set data.cache_dir") from None
         folders.append(cache)
@@ -79,7 +90,12 @@ def _cache_dir(config: RunConfig, prefix: Path) -> Path:
     return Path(config.data.cache_dir) if config.data.cache_dir else prefix.parent / "cache"
 
 
-def _gpt_dataset(config: RunConfig, prefix: Path, split: str, cache: Path, deferred: bool) -> GPTDataset:
+def _map_files(dataset: GPTDataset) -> list[Path]:
+    """The index maps of a dataset opened with `deferred`."""
+    return [Path(path) for path in (dataset.path_to_document_index, dataset.path_to_sample_index, dataset.path_to_shuffle_index)]
+
+
+def _gpt_dataset(config: RunConfig, prefix: Path, fingerprint: str, cache: Path, deferred: bool) -> GPTDataset:
     settings = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.train.context,
@@ -95,8 +111,8 @@ def _gpt_dataset(config: RunConfig, prefix: Path, split: str, cache: Path, defer
     )
     indexed = IndexedDataset(str(prefix), mmap=True)
     documents = np.arange(len(indexed.document_indices) - 1, dtype=np.int32)
-    # Both splits are files of their own, so each is a whole "train" split to megatron-core.
-    return GPTDataset(indexed, str(prefix.resolve()), documents, None, Split.train, settings)
+    # Index maps go by what the dataset holds, not by where it lies. Each file is a whole "train" split to megatron-core.
+    return GPTDataset(indexed, f"{prefix.name}-{fingerprint[:16]}", documents, None, Split.train, settings)
 
 
 class _NoTokenizer:
@@ -115,10 +131,9 @@ def _check_files(config: RunConfig, split: str, prefix: Path) -> str:
             raise DataError(f"{key}: {prefix}{suffix} does not exist; make the dataset with python -m data_prep tokenize, or correct the path")
     bin_file, idx_file = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
     try:
-        indexed = IndexedDataset(str(prefix), mmap=True)
-        held = int(indexed.sequence_lengths.sum(dtype=np.int64)) * indexed.index.dtype_size
-    except Exception as error:  # megatron-core asserts on the header, numpy raises on a short file
-        raise DataError(f"{key}: {idx_file} is damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__}); make the dataset again")
+        held = _bytes_described(idx_file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key}: {idx_file} is damaged ({error}); make the dataset again") from None
     size = bin_file.stat().st_size
     if size != held:
         raise DataError(
@@ -132,6 +147,36 @@ def _check_files(config: RunConfig, split: str, prefix: Path) -> str:
     manifest = read_manifest(prefix)
     _check_tokenizer(config, key, manifest.tokenizer)
     return manifest.bin_sha256
+
+
+def _bytes_described(idx_file: Path, block: int = 1 << 22) -> int:
+    """Size of the `.bin` that an index describes. Raises ValueError unless sequences follow each other and documents are made of them.
+
+    megatron-core's own reader would believe any positions, and fails on a damaged header with remarks of its own.
+    """
+    content = np.memmap(idx_file, mode="r")
+    if len(content) < _HEADER.size:
+        raise ValueError("it is shorter than a header")
+    magic, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
+    if magic != _INDEX_HEADER or version != 1 or code not in {kind.value for kind in DType}:
+        raise ValueError("it does not begin as an index does")
+    if len(content) != _HEADER.size + sequences * (4 + 8) + documents * 8:
+        raise ValueError(f"it has {len(content):,} bytes, which is not what {sequences:,} sequences and {documents:,} documents take")
+    lengths, pointers, borders = (
+        np.frombuffer(content, kind, count, _HEADER.size + skipped)
+        for kind, count, skipped in ((np.int32, sequences, 0), (np.int64, sequences, 4 * sequences), (np.int64, documents, 12 * sequences))
+    )
+    if sequences < 1 or documents < 2 or pointers[0] != 0 or borders[0] != 0 or borders[-1] != sequences:
+        raise ValueError("it does not begin or end where its documents do")
+    itemsize = DType.size(DType.dtype_from_code(code))
+    for at in range(0, sequences, block):  # in blocks: there may be a hundred million
+        ends = pointers[at : at + block] + lengths[at : at + block].astype(np.int64) * itemsize
+        following = pointers[at + 1 : at + 1 + block]
+        if (lengths[at : at + block] < 0).any() or (ends[: len(following)] != following).any():
+            raise ValueError("its lengths and positions contradict each other")
+    if any((np.diff(borders[at : at + block + 1]) < 0).any() for at in range(0, documents, block)):
+        raise ValueError("its documents are out of order")
+    return int(pointers[-1]) + int(lengths[-1]) * itemsize
 
 
 def _check_tokenizer(config: RunConfig, key: str, made_with: dict) -> None:

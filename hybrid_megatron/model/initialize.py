@@ -9,7 +9,7 @@ import hashlib
 
 import torch
 
-from hybrid_megatron.checkpoint.metadata import sharding_metadata
+from hybrid_megatron.config.megatron import sharding_metadata
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.parallel import ParallelState
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 def initialize_parameters(model: MegatronModule, run: RunConfig, state: ParallelState) -> None:
     """Matrices from N(0, model.init_std), vectors as their `init` says, or ones (norms). Every parameter of the model is drawn."""
     drawn = set()
-    tensors = model.sharded_state_dict(metadata=sharding_metadata(state))
+    tensors = model.sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp))
     special = {p.data_ptr(): p.init for p in model.parameters() if hasattr(p, "init")}
     apply_factories(tensors)  # splits the fused gate and up rows of SwiGLU into their places in the whole matrix
     whole: dict[str, torch.Tensor] = {}

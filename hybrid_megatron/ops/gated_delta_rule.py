@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.triangular import inverse_unit_lower
+
 CHUNK = 64
 
 
@@ -73,11 +75,9 @@ def chunked(q, k, v, g, beta, *, scale: float, initial_state=None, document_star
     to_end = (total[..., -1:] - total).exp()
     to_end = to_end if out_of is None else to_end * out_of
 
-    system = torch.tril(beta * decay * (k @ k.mT), -1)
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat((beta * v, beta * from_start[..., None] * k), -1), upper=False, unitriangular=True
-    )
-    update_alone, update_per_state = solved.split((v.shape[-1], k.shape[-1]), -1)
+    solve = inverse_unit_lower(beta * decay * (k @ k.mT))
+    update_alone = solve @ (beta * v)
+    update_per_state = solve @ (beta * from_start[..., None] * k)
     scores = decay * (q @ k.mT)
     q_start = q * from_start[..., None]
     k_end = k * to_end[..., None]

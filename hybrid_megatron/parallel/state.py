@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybrid_megatron import platform
 from hybrid_megatron.config.schema import ParallelConfig
+from hybrid_megatron.errors import UserError
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -52,13 +53,37 @@ class ParallelState:
         dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=self.groups.pp)
         return values
 
-    def any_rank(self, flag: bool) -> bool:
-        """True on every rank if it is true on one."""
+    def highest(self, value: int) -> int:
+        """The largest of all ranks' values, on every rank."""
         if self.world_size == 1:
-            return flag
-        value = torch.tensor([float(flag)], device=platform.device())
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+            return value
+        values = torch.tensor([value], device=platform.device())
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return int(values.item())
+
+    def of_all_ranks(self, value) -> list:
+        """Every rank's value, on every rank; any picklable object."""
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_rank_0(self, value):
+        """Rank 0's value, on every rank; any picklable object."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A UserError that one rank raises inside is raised on all at the end, so that none waits for a rank that gave up. Collective."""
+        mine = None
+        try:
+            yield
+        except UserError as error:
+            mine = error
+        first = next((error for error in self.of_all_ranks(mine) if error is not None), None)
+        if first is not None:
+            raise first from None
 
 
 def world_size() -> int:
@@ -73,8 +98,6 @@ def global_rank() -> int:
 @contextlib.contextmanager
 def start(parallel: ParallelConfig, seed: int) -> Iterator[ParallelState]:
     """Start torch.distributed and megatron-core's groups for this layout; destroy both at the end, whatever happens."""
-    if platform.is_cuda():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size() > 1:
         dist.init_process_group(platform.backend())
     else:  # alone: no port, no address

@@ -1,6 +1,7 @@
 """Facts about the device this process runs on."""
 
 import contextlib
+import os
 import re
 import resource
 import sys
@@ -32,6 +33,12 @@ def is_cuda() -> bool:
 def device() -> torch.device:
     """The device of this process: the current CUDA device (set it with `torch.cuda.set_device`), or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
+
+
+def select_device() -> None:
+    """Make this process' own GPU, by LOCAL_RANK as torchrun sets it, the current one. Before anything else touches CUDA."""
+    if is_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def device_name() -> str:

@@ -7,6 +7,7 @@ from hybrid_megatron import platform
 from hybrid_megatron.checkpoint.store import Progress
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.accounting import Accounts
+from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.tracking import read_metrics
@@ -36,6 +37,8 @@ class Console:
             f"batch      {train.batch_tokens:,} tokens = {config.batch_samples} samples of {train.context:,} "
             f"= {state.data} data ranks x {micro_batches} micro-batches of {train.micro_batch}"
         )
+        if platform.is_cuda() and any(MIXERS[layer.mixer].needs_fla for layer in plan_layers(config)):
+            self.say("kernels    the first step tunes Triton kernels that this machine has not run yet: up to a few minutes, once")
         self.say(f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up")
 
     def resumed(self, checkpoint: Path, progress: Progress) -> None:
@@ -66,13 +69,14 @@ class Console:
         self.say(f"complete   this run has done all its {step:,} steps; {self._result()}")
         self.say(f"run folder {self.config.run_dir}")
 
-    def finish(self, step: int, stopped_by: str | None, plot: Path) -> None:
+    def finish(self, step: int, stopped_by: str | None, plot: Path | None) -> None:
         if stopped_by:
             self.say(f"stopped    by {stopped_by} after step {step:,}, with a checkpoint; run the same command again to resume")
         else:
             self.say(f"complete   {step:,} steps; {self._result()}")
         self.say(f"run folder {self.config.run_dir}")
-        self.say(f"plot       {plot}")
+        if plot is not None:
+            self.say(f"plot       {plot}")
 
     def _result(self) -> str:
         """Final losses and speed, as metrics.jsonl has them."""

@@ -1,12 +1,15 @@
 """The path of a run, from a valid recipe to a finished run folder."""
 
+import math
+import signal
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_megatron import platform
 from hybrid_megatron.checkpoint.save_load import checkpoint_bytes, load_checkpoint, save_checkpoint
-from hybrid_megatron.checkpoint.store import CheckpointStore, Progress
+from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, read_progress
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.config.validate import validate
@@ -21,11 +24,14 @@ from hybrid_megatron.training.build import Trainer, build_trainer
 from hybrid_megatron.training.console import Console
 from hybrid_megatron.training.optimizer import set_hyperparameters
 from hybrid_megatron.training.plot import plot_losses
-from hybrid_megatron.training.run_folder import RunFolder
+from hybrid_megatron.training.run_folder import RunFolder, check_same_run, open_run_folder
 from hybrid_megatron.training.schedule import learning_rate
 from hybrid_megatron.training.signals import StopRequest, stop_on_signals
 from hybrid_megatron.training.step import NonFinite, StepResult, train_step, validation_loss
 from hybrid_megatron.training.tracking import Tracker
+
+_FAILED = 1 << 20
+"""Told to all ranks in place of a signal's number when rank 0 cannot write its metrics."""
 
 
 @dataclass(frozen=True)
@@ -43,40 +49,50 @@ class Outcome:
 def train(config: RunConfig) -> Outcome:
     """Train a recipe to its token budget, from the newest checkpoint in its run folder if there is one.
 
-    Called by every process. Raises a UserError for what the user can mend; before any process group exists where that is possible.
+    Called by every process. Raises a UserError for what the user can mend, on every process; before any process group exists where
+    that is possible.
     """
     validate(config, world_size())
+    platform.select_device()
     problem = platform.kernel_pair_problem()
     if problem and any(MIXERS[layer.mixer].needs_fla for layer in plan_layers(config)):
         raise RunError(problem)
+    check_same_run(config)
     train_data = open_dataset(config, "train")
     valid_data = open_dataset(config, "valid") if config.data.valid is not None else None
-    folder = RunFolder(config) if global_rank() == 0 else None
-    try:
-        with stop_on_signals() as stop, start(config.parallel, config.seed) as state:
-            return _run(config, state, folder, train_data, valid_data, stop)
-    finally:
-        if folder is not None:
-            folder.close()
+    store = CheckpointStore(config.run_dir)
+    console = Console(config, speaks=global_rank() == 0)
+    newest = _newest_of(store, train_data)
+    if newest is not None and newest[1].step >= config.num_steps:
+        if global_rank() == 0:
+            store.tidy(config.checkpoint.keep_last)
+        console.already_complete(config.num_steps)
+        return Outcome(Path(config.run_dir), config.num_steps, complete=True)
+    with start(config.parallel, config.seed) as state, open_run_folder(config, state) as folder, stop_on_signals() as stop:
+        return _run(config, state, folder, store, train_data, valid_data, console, stop)
 
 
 def _run(
-    config: RunConfig, state: ParallelState, folder: RunFolder | None, train_data: Dataset, valid_data: Dataset | None, stop: StopRequest
+    config: RunConfig,
+    state: ParallelState,
+    folder: RunFolder | None,
+    store: CheckpointStore,
+    train_data: Dataset,
+    valid_data: Dataset | None,
+    console: Console,
+    stop: StopRequest,
 ) -> Outcome:
-    console = Console(config, speaks=state.rank == 0)
-    store = CheckpointStore(config.run_dir)
     accounts = account(config, plan_layers(config))
     console.describe(state, accounts)
     trainer = build_trainer(config, state, train_data, valid_data)
     done = _resume(trainer, store, console)
-    if folder is not None:
-        store.tidy()
-        folder.event("start", step=done, layout=state.layout, world_size=state.world_size, device=platform.device_name())
-    if done >= config.num_steps:
-        console.already_complete(done)
-        return Outcome(Path(config.run_dir), done, complete=True)
-
-    tracker = Tracker(config, folder, done) if folder is not None else None
+    tracker = None
+    with state.together():
+        if folder is not None:
+            folder.record(config)
+            store.tidy()
+            folder.event("start", step=done, layout=state.layout, world_size=state.world_size, device=platform.device_name())
+            tracker = Tracker(config, folder, done)
     try:
         outcome = _steps(trainer, accounts, store, folder, tracker, console, stop, done)
     except BaseException as error:
@@ -86,7 +102,7 @@ def _run(
         raise
     if tracker is not None:
         tracker.close(exit_code=0)
-        console.finish(outcome.step, outcome.stopped_by, plot_losses(folder.path))
+        console.finish(outcome.step, outcome.stopped_by, _plot(folder))
     return outcome
 
 
@@ -109,27 +125,44 @@ def _steps(
         try:
             result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state)
         except NonFinite as problem:
-            raise _diverged(trainer, accounts, store, done, problem) from None
+            raise _diverged(trainer, accounts, store, done, f"step {done + 1}: {problem}") from None
         platform.synchronize()
         done += 1
         metrics = _metrics(config, state, accounts, done, lr, result, time.perf_counter() - began)
 
         last = done == config.num_steps
-        stopping = state.any_rank(bool(stop))
         if trainer.valid_stream is not None and (last or done % config.validation.interval_steps == 0):
-            metrics["validation_loss"] = validation_loss(config, trainer.model, trainer.valid_stream, state)
-        if tracker is not None:
-            tracker.log(metrics)
+            measured = validation_loss(config, trainer.model, trainer.valid_stream, state)
+            if not math.isfinite(measured):
+                raise _diverged(trainer, accounts, store, done, f"step {done}: the validation loss is {measured}")
+            metrics["validation_loss"] = measured
+        failure = _log(tracker, metrics)
         console.step(metrics)
-        if last or stopping or done % config.checkpoint.interval_steps == 0:
+        signal_number = state.highest(_FAILED if failure else stop.number)
+        if signal_number == _FAILED:
+            with state.together():
+                if failure:
+                    raise failure
+        if last or signal_number or done % config.checkpoint.interval_steps == 0:
             _save(trainer, accounts, store, folder, done)
-        if stopping and not last:
+        if signal_number and not last:
+            name = signal.Signals(signal_number).name
             if folder is not None:
-                folder.event("stopped", step=done, signal=stop.name)
-            return Outcome(Path(config.run_dir), done, complete=False, stopped_by=stop.name or "a signal to another process")
+                folder.event("stopped", step=done, signal=name)
+            return Outcome(Path(config.run_dir), done, complete=False, stopped_by=name)
     if folder is not None:
         folder.event("complete", step=done)
     return Outcome(Path(config.run_dir), done, complete=True)
+
+
+def _log(tracker: Tracker | None, metrics: dict[str, float]) -> RunError | None:
+    """Log on rank 0; a failure is returned, to be told to the other ranks with the signals."""
+    try:
+        if tracker is not None:
+            tracker.log(metrics)
+    except RunError as error:
+        return error
+    return None
 
 
 def _metrics(
@@ -156,18 +189,26 @@ def _metrics(
     return metrics
 
 
-def _resume(trainer: Trainer, store: CheckpointStore, console: Console) -> int:
-    """Load the newest complete checkpoint; returns the number of steps done, 0 for a fresh start."""
+def _newest_of(store: CheckpointStore, data: Dataset) -> tuple[Path, Progress] | None:
+    """The newest checkpoint and how far it is. Raises CheckpointError if it is unreadable or was trained on other data."""
     newest = store.newest()
     if newest is None:
-        return 0
-    progress = load_checkpoint(newest, trainer.model, trainer.optimizer, trainer.state)
-    data = trainer.train_stream.dataset
+        return None
+    progress = read_progress(newest)
     if progress.data != data.fingerprint:
         raise CheckpointError(
             f"data.train={data.prefix}: {newest} was trained on other data (fingerprint {progress.data[:12]}, this is {data.fingerprint[:12]}); "
             "resume with the same dataset, or give another run_dir"
         )
+    return newest, progress
+
+
+def _resume(trainer: Trainer, store: CheckpointStore, console: Console) -> int:
+    """Load the newest complete checkpoint; returns the number of steps done, 0 for a fresh start."""
+    newest = trainer.state.from_rank_0(store.newest())  # a shared file system may show the others an older state
+    if newest is None:
+        return 0
+    progress = load_checkpoint(newest, trainer.model, trainer.optimizer, trainer.state)
     console.resumed(newest, progress)
     return progress.step
 
@@ -190,12 +231,23 @@ def _save(trainer: Trainer, accounts: Accounts, store: CheckpointStore, folder: 
     return path
 
 
-def _diverged(trainer: Trainer, accounts: Accounts, store: CheckpointStore, done: int, problem: NonFinite) -> RunError:
+def _diverged(trainer: Trainer, accounts: Accounts, store: CheckpointStore, done: int, problem: str) -> RunError:
     """Keep the parameters that led there, under a name that resuming does not take."""
-    path = _save(trainer, accounts, store, None, done, name=f"diverged_{done:08d}")
     newest = store.newest()
     resume = f"the newest good checkpoint is {newest.name}" if newest else "there is no earlier checkpoint"
+    try:
+        kept = f"The parameters after {done} steps are in {_save(trainer, accounts, store, None, done, name=f'diverged_{done:08d}')}; {resume}"
+    except CheckpointError as error:
+        kept = str(error)
     return RunError(
-        f"step {done + 1}: {problem}; the run stops. The parameters from before this step are in {path}; {resume}. "
+        f"{problem}; the run stops. {kept}. "
         "A lower optimizer.peak_lr, a longer schedule.warmup_tokens or another seed are the usual ways out"
     )
+
+
+def _plot(folder: RunFolder) -> Path | None:
+    try:
+        return plot_losses(folder.path)
+    except OSError as error:
+        warnings.warn(f"{folder.path}: loss.png cannot be written ({error.strerror})")
+        return None

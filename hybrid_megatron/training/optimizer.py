@@ -8,6 +8,7 @@ from hybrid_megatron.config.megatron import optimizer_config
 from hybrid_megatron.config.schema import RunConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -56,7 +57,23 @@ class FusedAdamW(torch.optim.Optimizer):
 def build_optimizer(config: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
     """The distributed optimizer over FusedAdamW. Vectors (norms, gates, decays) get no weight decay: megatron-core's standard rule."""
     _use_fused_adamw()
-    return get_megatron_optimizer(optimizer_config(config), [model])
+    optimizer = get_megatron_optimizer(optimizer_config(config), [model])
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _find_states_where_they_are(part)
+    return optimizer
+
+
+def _find_states_where_they_are(optimizer: DistributedOptimizer) -> None:
+    """Mend megatron-core's map from a model parameter to its place in the optimizer, which checkpoints are written and read by.
+
+    The optimizer's groups hold float32 parameters before the masters of bfloat16 ones, while megatron-core numbers them in the order of its
+    gradient buffers. In a group with both (norms beside the decays of linear mixers) a checkpoint would hold another parameter's state.
+    """
+    optimizer.model_param_group_index_map = {
+        parameter: (group, place)
+        for group, (float32, bfloat16) in enumerate(zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True))
+        for place, parameter in enumerate([*float32, *bfloat16])
+    }
 
 
 def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -6,15 +6,19 @@
     RUN_ID         the wandb run id
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import secrets
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_megatron.config import RunConfig, load_recipe, save_config
 from hybrid_megatron.errors import ConfigError, RunError
+from hybrid_megatron.parallel import ParallelState
 
 # What may differ when a run is resumed: it changes how the run is computed or watched, not what it computes. Data files are
 # recognised by their contents (checkpoint/), so that a dataset may move.
@@ -25,58 +29,94 @@ _MAY_CHANGE = (
 
 
 class RunFolder:
-    """Opened by rank 0 alone, before any process group exists, and held until the process ends."""
+    """Held by rank 0 alone until it is closed or the process ends; `open_run_folder` opens it."""
 
-    def __init__(self, config: RunConfig):
-        """Create the folder or take up the one there. Raises RunError if another run holds it, ConfigError if it is another run's."""
-        self.path = Path(config.run_dir)
+    def __init__(self, path: Path):
+        """Create the folder or take up the one there, and change nothing else in it. Raises RunError if another run holds it."""
+        self.path = path
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")
+            self._lock = open(self.path / ".lock", "a")
         except OSError as error:
             raise RunError(f"run_dir={self.path}: cannot write there ({error.strerror}); give another with run_dir=PATH") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it when the holder dies
-        except OSError:
+        except BlockingIOError:
+            self._lock.close()
             raise RunError(
                 f"run_dir={self.path}: another process is training in this folder; wait for it, stop it, or give another with run_dir=PATH"
             ) from None
-        self._check_same_run(config)
-        save_config(config, self._new("config.yaml"))
-        self._put("config.yaml")
-        if not (self.path / "RUN_ID").is_file():
-            self._new("RUN_ID").write_text(secrets.token_hex(4) + "\n")
-            self._put("RUN_ID")
+        except OSError as error:
+            warnings.warn(f"run_dir={self.path}: its file system has no locks ({error.strerror}), so two runs in it would not be noticed")
+
+    def record(self, config: RunConfig) -> None:
+        """Write config.yaml, and RUN_ID if there is none: once everything that could refuse this run has accepted it."""
+        with writing(self.path / "config.yaml"):
+            save_config(config, self._new("config.yaml"))
+            self._put("config.yaml")
+        with writing(self.path / "RUN_ID"):
+            if not (self.path / "RUN_ID").is_file():
+                self._new("RUN_ID").write_text(secrets.token_hex(4) + "\n")
+                self._put("RUN_ID")
 
     @property
     def run_id(self) -> str:
         return (self.path / "RUN_ID").read_text().strip()
 
     def event(self, kind: str, **facts) -> None:
-        """Append one line to events.jsonl."""
-        with open(self.path / "events.jsonl", "a") as file:
-            file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts}) + "\n")
+        """Append one line to events.jsonl. A run does not end because that fails."""
+        try:
+            with open(self.path / "events.jsonl", "a") as file:
+                file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts}) + "\n")
+        except OSError as error:
+            warnings.warn(f"{self.path / 'events.jsonl'}: the event {kind!r} cannot be written ({error.strerror})")
 
     def close(self) -> None:
         self._lock.close()
-
-    def _check_same_run(self, config: RunConfig) -> None:
-        file = self.path / "config.yaml"
-        if not file.is_file() or not any(self.path.glob("checkpoints/step_*")):
-            return
-        before, now = (_flat(dataclasses.asdict(each)) for each in (load_recipe([str(file)]), config))
-        changed = [key for key in sorted(before | now) if not key.startswith(_MAY_CHANGE) and before.get(key) != now.get(key)]
-        if changed:
-            raise ConfigError(
-                [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
-                + [f"run_dir={self.path}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
-            )
 
     def _new(self, name: str) -> Path:
         return self.path / f".{name}.new"
 
     def _put(self, name: str) -> None:
         self._new(name).replace(self.path / name)
+
+
+@contextlib.contextmanager
+def open_run_folder(config: RunConfig, state: ParallelState) -> Iterator[RunFolder | None]:
+    """The folder on rank 0, None on the others; all raise RunError if rank 0 cannot have it. Collective."""
+    folder = None
+    try:
+        with state.together():
+            if state.rank == 0:
+                folder = RunFolder(Path(config.run_dir))
+        yield folder
+    finally:
+        if folder is not None:
+            folder.close()
+
+
+def check_same_run(config: RunConfig) -> None:
+    """Raise ConfigError with every difference if the run folder belongs to a run that computes something else. Only reads."""
+    folder = Path(config.run_dir)
+    file = folder / "config.yaml"
+    if not file.is_file() or not any(folder.glob("checkpoints/step_*")):
+        return
+    before, now = (_flat(dataclasses.asdict(each)) for each in (load_recipe([str(file)]), config))
+    changed = [key for key in sorted(before | now) if not key.startswith(_MAY_CHANGE) and before.get(key) != now.get(key)]
+    if changed:
+        raise ConfigError(
+            [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
+            + [f"run_dir={folder}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
+        )
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An OSError inside becomes a RunError about this file."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); mend that and run the same command again to resume") from None
 
 
 def _flat(tree, prefix: str = "") -> dict:

@@ -1,18 +1,20 @@
-"""SIGTERM and SIGINT ask a run to stop at the end of its step; a second one stops it at once."""
+"""SIGTERM and SIGINT ask a run to stop at the end of its step; the same again, later, stops it at once."""
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
+
+# One wish to stop arrives more than once: Ctrl-C and Slurm signal all processes, and torchrun passes on to its workers what it gets.
+_SAME_WISH_SECONDS = 3.0
 
 
 class StopRequest:
-    """Which signal arrived, if any."""
+    """Which signal arrived first, if any."""
 
     def __init__(self):
-        self.name: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.name is not None
+        self.number = 0
+        self.arrived = 0.0
 
 
 @contextlib.contextmanager
@@ -21,8 +23,11 @@ def stop_on_signals() -> Iterator[StopRequest]:
     caught = (signal.SIGTERM, signal.SIGINT)
 
     def note(number, _frame):
-        request.name = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)  # the second time it acts at once
+        if not request.number:
+            request.number, request.arrived = number, time.monotonic()
+        elif time.monotonic() - request.arrived > _SAME_WISH_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     before = {number: signal.signal(number, note) for number in caught}
     try:

@@ -1,5 +1,6 @@
 """Metrics of a run: `metrics.jsonl` always, wandb as its mirror, and one printed line now and then. Used by rank 0 alone."""
 
+import contextlib
 import json
 import netrc
 import os
@@ -8,28 +9,40 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hybrid_megatron.config.schema import RunConfig
-from hybrid_megatron.training.run_folder import RunFolder
+from hybrid_megatron.training.run_folder import RunFolder, writing
 
 
 class Tracker:
     def __init__(self, config: RunConfig, folder: RunFolder, first_step: int):
         """`first_step` is the number of steps done: lines of later steps, written before the run was set back, are removed."""
         self.path = folder.path / "metrics.jsonl"
-        _drop_after(self.path, first_step)
-        self.file = open(self.path, "a")
+        with writing(self.path):
+            _drop_after(self.path, first_step)
+            self.file = open(self.path, "a")
         self.wandb = _start_wandb(config, folder)
 
     def log(self, metrics: dict[str, float]) -> None:
-        """`metrics` holds `step`, the number of steps done with this one, and values by the names of the field."""
-        self.file.write(json.dumps(metrics) + "\n")
-        self.file.flush()
-        if self.wandb is not None:
-            self.wandb.log(metrics)  # against its own `step`, since wandb drops what does not rise above its internal one
+        """`metrics` holds `step`, the number of steps done with this one, and values by the names of the field. Raises RunError."""
+        with writing(self.path):
+            self.file.write(json.dumps(metrics) + "\n")
+            self.file.flush()
+        # against its own `step`, since wandb drops what does not rise above its internal one
+        self._mirror(lambda run: run.log(metrics))
 
     def close(self, exit_code: int) -> None:
-        self.file.close()
-        if self.wandb is not None:
-            self.wandb.finish(exit_code=exit_code)
+        with contextlib.suppress(OSError):  # a line that could not be written is tried again here, and was reported
+            self.file.close()
+        self._mirror(lambda run: run.finish(exit_code=exit_code))
+
+    def _mirror(self, act) -> None:
+        """A run does not end because its mirror fails."""
+        if self.wandb is None:
+            return
+        try:
+            act(self.wandb)
+        except Exception as error:  # of wandb's own, of its service process, of the network or the disk
+            warnings.warn(f"wandb failed ({_first_line(error)}), so it has no more of this run; metrics.jsonl has everything")
+            self.wandb = None
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -63,11 +76,19 @@ def _start_wandb(config: RunConfig, folder: RunFolder):
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
     settings = wandb.Settings(silent=True, console="off")
-    run = wandb.init(
-        project=config.tracking.project, name=folder.path.name, id=folder.run_id, resume="allow", dir=str(folder.path), mode=mode, settings=settings
-    )  # fmt: skip
-    run.define_metric("*", step_metric="step")
-    return run
+    try:
+        run = wandb.init(
+            project=config.tracking.project, name=folder.path.name, id=folder.run_id, resume="allow", dir=str(folder.path), mode=mode, settings=settings
+        )  # fmt: skip
+        run.define_metric("*", step_metric="step")
+        return run
+    except Exception as error:  # no network, no permission, a full disk: none of them is a reason not to train
+        warnings.warn(f"wandb does not start ({_first_line(error)}), so this run is not mirrored there; metrics.jsonl has everything")
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _logged_in() -> bool:

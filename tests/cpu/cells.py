@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from hybrid_megatron.checkpoint.metadata import sharding_metadata
 from hybrid_megatron.config import load_recipe
-from hybrid_megatron.config.megatron import ddp_config
+from hybrid_megatron.config.megatron import ddp_config, sharding_metadata
 from hybrid_megatron.data import BatchStream, open_dataset
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.initialize import sharded_tensors
@@ -50,7 +49,7 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
 
 
 def _shards(model, state) -> list[tuple]:
-    tree = model.sharded_state_dict(metadata=sharding_metadata(state))
+    tree = model.sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp))
     apply_factories(tree)
     return [(t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().clone().numpy()) for t in sharded_tensors(tree)]
 

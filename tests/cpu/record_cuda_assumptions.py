@@ -42,6 +42,7 @@ ENTRY_MODULES = (
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.dist_checkpointing",
     "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.datasets.blended_megatron_dataset_builder",

@@ -41,7 +41,8 @@ def test_inventory_names_a_new_line_and_a_lost_one():
         'a.py: recorded, but gone: w = "torch.cuda.FloatTensor"',
     ]
     twice = {"a.py": cuda_assumptions.assumptions_in("y = x.cuda()\ny = x.cuda()\n")}
-    assert cuda_assumptions.compare(twice, {"a.py": cuda_assumptions.assumptions_in("y = x.cuda()\n")}) == ["a.py: not recorded: y = x.cuda()"]
+    once = {"a.py": cuda_assumptions.assumptions_in("y = x.cuda()\n")}
+    assert cuda_assumptions.compare(twice, once) == ["a.py: not recorded: y = x.cuda()"]
 
 
 def test_record_belongs_to_the_pinned_megatron_core():
@@ -174,7 +175,7 @@ def test_rng_tracker_forks_and_restores(caplog):
         torch.manual_seed(1)
         tracker.add("a", 11)
         tracker.add("b", 22)
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.WARNING, logger=random.__name__):
             outer_first = torch.rand(2)
             with tracker.fork("a"):
                 a_first = torch.rand(2)

@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask
 
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.sequence_layout import gathered_order
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 _CUDA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, context_group: ProcessGroup) -> Tensor:
@@ -75,17 +77,43 @@ def _causal_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, document
 
 
 def _flex_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Tensor, offset: int) -> Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask
+    mask = _document_blocks(documents, q.shape[2], offset)
+    return _compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _document_blocks(documents: Tensor, queries: int, offset: int) -> BlockMask:
+    """FlexAttention's mask for `queries` queries, the first at key `offset`; documents [b, keys].
+
+    torch's create_block_mask would first build the [b, queries, keys] mask. Document numbers only rise along a row, so the ends of two
+    blocks tell whether the queries of one see all, some or none of the keys of the other.
+    """
+    keys = documents.shape[1]
+
+    def blocks(first: int) -> tuple[Tensor, Tensor]:
+        """First and last place of each block of the places from `first` on."""
+        begin = torch.arange(first, keys, _BLOCK, device=documents.device)
+        return begin, (begin + _BLOCK - 1).clamp_max(keys - 1)
+
+    (query, last_query), (key, last_key) = ((x[:, None] for x in blocks(offset)), blocks(0))
+    some = (key <= last_query) & (documents[:, torch.minimum(last_key, last_query)] >= documents[:, query])
+    every = (last_key <= query) & (documents[:, None, key] == documents[:, last_query])
+    every = every & (last_query - query == _BLOCK - 1)  # a last block that is not full needs the mask
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, 1, query blocks] number of chosen key blocks, and [b, 1, query blocks, key blocks] their places, the chosen ones first."""
+        chosen = chosen[:, None].int()
+        return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
 
     def visible(b, h, query, key):
         return (query + offset >= key) & (documents[b, query + offset] == documents[b, key])
 
-    mask = create_block_mask(visible, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
-    return _compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~every), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(queries, keys)
+    )
 
 
 @lru_cache(maxsize=1)
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)  # uncompiled it holds [s, s]: rather an error

@@ -58,9 +58,10 @@ class GDN(Mixer):
 
     def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
         q, k, v = (F.silu(parts[name]) for name in ("q", "k", "v"))
-        q, k = (F.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
-        g = -self.A_log.exp() * F.softplus(parts["a"][..., 0].float() + self.dt_bias)
-        beta = parts["b"][..., 0].float().sigmoid() * (2 if self.model.gdn.allow_neg_eigval else 1)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = (F.normalize(x.to(wide), dim=-1).to(x.dtype) for x in (q, k))
+        g = -self.A_log.exp() * F.softplus(parts["a"][..., 0].to(wide) + self.dt_bias)
+        beta = parts["b"][..., 0].to(wide).sigmoid() * (2 if self.model.gdn.allow_neg_eigval else 1)
         o = gated_delta_rule_over_ranks(q, k, v, g, beta, self.model.head_dim**-0.5, layout, self.groups.cp)
         # One weight for heads on several tensor ranks: each rank has a part of its gradient, which this sums in the backward pass.
         weight = copy_to_tensor_model_parallel_region(self.out_norm, group=self.groups.tp)

@@ -1,0 +1,1 @@
+"""What a model, or a baseline, is worth on held-out data."""

@@ -1,0 +1,54 @@
+"""What runs inside the ranks of the tests of single operations: results of one rank, as tensors on the CPU."""
+
+from unittest.mock import patch
+
+from torch import Tensor
+
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.config.megatron import sharding_metadata
+from hybrid_megatron.config.schema import ParallelConfig
+from hybrid_megatron.model.attention.causal import causal_attention
+from hybrid_megatron.model.hybrid_model import build_model
+from hybrid_megatron.model.initialize import sharded_tensors
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.ops import linear_cross_entropy as linear_cross_entropy_module
+from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
+from hybrid_megatron.ops.state_passing import gated_delta_rule_over_ranks
+from hybrid_megatron.parallel import SequenceLayout, start
+from megatron.core.dist_checkpointing.mapping import apply_factories
+
+
+def cross_entropy_over_ranks(
+    size: int, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, chunk_elements: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sum, losses, this rank's share of the gradient of hidden, gradient of its rows of weight), the vocabulary cut over all ranks."""
+    with start(ParallelConfig(tensor=size), 0) as state, patch.object(linear_cross_entropy_module, "CHUNK_ELEMENTS", chunk_elements):
+        rows = weight.chunk(size)[state.groups.tp.rank()].clone().requires_grad_()
+        hidden = hidden.clone().requires_grad_()
+        total, losses = linear_cross_entropy(hidden, rows, targets, token_weights, state.groups.tp)
+        total.backward()
+        return total.detach(), losses, hidden.grad, rows.grad
+
+
+def mixing_over_ranks(
+    size: int, kind: str, inputs: list[Tensor], weights: Tensor, starts: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(local positions, local output, gradients of the local inputs) of attention or the delta rule, the sequence cut over all ranks."""
+    with start(ParallelConfig(context=size), 0) as state:
+        layout = SequenceLayout(inputs[0].shape[1], size, state.context_rank, starts)
+        leaves = [layout.local(x).clone().requires_grad_() for x in inputs]
+        if kind == "attention":
+            o = causal_attention(*leaves, layout, scale, state.groups.cp)
+        else:
+            o = gated_delta_rule_over_ranks(*leaves, scale, layout, state.groups.cp)
+        (o * layout.local(weights)).sum().backward()
+        return layout.positions("cpu"), o.detach(), [x.grad for x in leaves]
+
+
+def initial_parameters(words: list[str]) -> list[tuple]:
+    """This rank's shards of the fresh model's parameters as (name, whole shape, offset, array)."""
+    config = load_recipe(words)
+    with start(config.parallel, config.seed) as state:
+        tree = build_model(config, plan_layers(config), state).sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp))
+        apply_factories(tree)
+        return [(t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().float().numpy()) for t in sharded_tensors(tree)]

@@ -1,0 +1,110 @@
+"""Parameters and FLOPs against closed forms written out here, and against built models."""
+
+import pytest
+
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.config.schema import ParallelConfig
+from hybrid_megatron.model.accounting import Accounts, account
+from hybrid_megatron.model.hybrid_model import build_model
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel import start
+from tests.cpu.tiny import tiny_config
+
+VOCAB = 128_256
+# layers, hidden, heads of 128, FFN, total with attention everywhere in millions
+MODELS = {
+    "376m": (8, 1024, 8, 3264, 376.5),
+    "776m": (12, 1536, 12, 4864, 776.2),
+    "1b": (16, 2048, 16, 6528, 1436),
+    "3b": (24, 3072, 24, 9728, 3846),
+}
+
+
+def accounts(*words: str) -> Accounts:
+    config = load_recipe([*words, "data.train=unused"])
+    return account(config, plan_layers(config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_of_the_models(name):
+    layers, hidden, heads, ffn, millions = MODELS[name]
+    assert heads * 128 == hidden
+    found = accounts(f"{name}+rope+pretrain_4k").total_params
+    block = 4 * hidden * hidden + 3 * hidden * ffn + 2 * hidden  # q k v o, SwiGLU, two norms
+    assert found == layers * block + 2 * VOCAB * hidden + hidden
+    assert round(found / 1e6, 1 if millions < 1000 else 0) == millions
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_of_hybrids(name):
+    """A GDN layer: q, k, v, output gate and output projection as wide as the model, two gates a head, A_log, dt_bias, one norm of 128."""
+    layers, hidden, heads, ffn, _ = MODELS[name]
+    gdn = 5 * hidden * hidden + 2 * heads * hidden + 2 * heads + 128
+    attention = 4 * hidden * hidden
+    common = layers * (3 * hidden * ffn + 2 * hidden) + hidden + 2 * VOCAB * hidden
+    for pattern in ("gdn_nope_lh", "gdn_rope_lh"):
+        found = accounts(f"{name}+{pattern}+pretrain_4k")
+        assert found.total_params == layers * 3 // 4 * gdn + layers // 4 * attention + common
+        assert found.params["gdn"] == layers * 3 // 4 * gdn and found.params["attention"] == layers // 4 * attention
+    assert accounts(f"{name}+rope_nope_lh+pretrain_4k").total_params == layers * attention + common
+
+
+@pytest.mark.parametrize("context", [4096, 32_768])
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_of_attention(name, context):
+    """Forward and backward are six FLOPs a weight of a matrix, the embedding is none, and q k^T and p v are two products over t + 1 keys
+    for token t: together 3 * 2 * 2 * hidden * (context + 1) / 2 a token and layer."""
+    layers, hidden, _, ffn, _ = MODELS[name]
+    weights = layers * (4 * hidden * hidden + 3 * hidden * ffn) + VOCAB * hidden
+    keys = sum(t + 1 for t in range(context)) / context
+    expected = 6 * weights + layers * 12 * hidden * keys
+    assert accounts(f"{name}+rope+pretrain_4k", f"train.context={context}").flops_per_token == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("context", [4096, 32_768])
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_of_hybrids(name, context):
+    """The delta rule touches each element of a head's 128 x 128 state with three multiply-adds a token, whatever the context."""
+    layers, hidden, heads, ffn, _ = MODELS[name]
+    linear, full = layers * 3 // 4, layers // 4
+    weights = linear * (5 * hidden * hidden + 2 * heads * hidden) + full * 4 * hidden * hidden + layers * 3 * hidden * ffn + VOCAB * hidden
+    expected = 6 * weights + linear * 3 * 3 * 2 * heads * 128 * 128 + full * 12 * hidden * (context + 1) / 2
+    found = accounts(f"{name}+gdn_nope_lh+pretrain_4k", f"train.context={context}")
+    assert found.flops_per_token == pytest.approx(expected, rel=1e-12)
+    assert set(found.forward_flops_per_token) == {"gdn", "attention", "mlp", "output_layer"}
+
+
+def test_flops_of_grouped_queries():
+    """Fewer key-value heads spare projections, not scores: k and v are a quarter as wide."""
+    hidden, layers = 1024, 8
+    whole, grouped = (accounts("376m+rope+pretrain_4k", *more).flops_per_token for more in ([], ["model.num_kv_heads=2"]))
+    assert whole - grouped == pytest.approx(6 * layers * 2 * hidden * hidden * 3 / 4, rel=1e-9)
+
+
+VARIANTS = {
+    "the tiny recipe": [],
+    "no groups": ["model.num_kv_heads=4"],
+    "one key-value head": ["model.num_kv_heads=1"],
+    "heads wider than hidden": ["model.head_dim=24"],
+    "negative eigenvalues": ["model.gdn.allow_neg_eigval=true"],
+    "odd sizes": ["model.hidden_size=36", "model.ffn_size=50", "model.vocab_size=257"],
+}
+
+
+def test_built_models_have_as_many_parameters(tiny_data):
+    with start(ParallelConfig(), 0) as state:
+        for name, overrides in VARIANTS.items():
+            config = tiny_config(tiny_data, "run_dir=unused", *overrides)
+            plan = plan_layers(config)
+            model = build_model(config, plan, state)
+            counted = account(config, plan)
+            assert sum(p.numel() for p in model.parameters()) == counted.total_params, name
+            by_part = {
+                "embedding": model.embedding.parameters(),
+                "output_layer": model.output_layer.parameters(),
+                "gdn": [p for i in (0, 2) for p in model.decoder.layers[i].self_attention.parameters()],
+                "attention": [p for i in (1, 3) for p in model.decoder.layers[i].self_attention.parameters()],
+                "mlp": [p for layer in model.decoder.layers for p in layer.mlp.parameters()],
+            }
+            for part, parameters in by_part.items():
+                assert sum(p.numel() for p in parameters) == counted.params[part], f"{name}: {part}"

@@ -1,0 +1,291 @@
+"""What a user can get wrong: each is one clear sentence, exit code 2, no traceback, and nothing in the run folder changes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.data import build_index_caches
+from hybrid_megatron.training.run_folder import RunFolder
+from tests.cpu.runs import CHECKOUT, Process, checkpoints, computed, snapshot, tensors, train
+from tests.cpu.tiny import tiny_words
+
+
+@pytest.fixture(scope="module")
+def finished_half(ranks, tiny_data, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run stopped after step 8, with checkpoints after steps 5 and 8, and its words without `run_dir`."""
+    run = tmp_path_factory.mktemp("half") / "run"
+    words = tiny_words(tiny_data, "checkpoint.interval_steps=5")
+    assert train(ranks, 1, [*words, f"run_dir={run}"], stop=(8, 0, "SIGTERM")).code == 143
+    assert checkpoints(run) == ["step_00000005", "step_00000008"]
+    return run, words
+
+
+@pytest.fixture
+def half_run(finished_half, tmp_path) -> tuple[Path, list[str]]:
+    """A copy of that run, to be damaged."""
+    run, words = finished_half
+    shutil.copytree(run, tmp_path / "run")
+    return tmp_path / "run", [*words, f"run_dir={tmp_path / 'run'}"]
+
+
+@pytest.fixture
+def data(tiny_data, tmp_path) -> Path:
+    """A copy of the tiny data, to be damaged."""
+    shutil.copytree(tiny_data, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def refused(ranks, words: list[str], size: int = 1) -> str:
+    ended = train(ranks, size, words)
+    assert ended.code == 2
+    [said] = ended.errors
+    return said
+
+
+def test_recipe_errors_of_the_command_itself():
+    """A typed command, a real process: nothing before or behind the two sentences."""
+    ended = Process(["776m+gdn_nope_lh+pretrain_4k", "model.num_layer=3", "train.context='4096'"]).end()
+    assert ended.code == 2 and ended.out == ""
+    assert ended.errors == [
+        "override model.num_layer=3: model.num_layer is not a setting; did you mean model.num_layers?",
+        "override train.context='4096': train.context='4096': this must be a whole number, written without quotes",
+    ]
+
+
+def test_broken_rules_are_said_by_rank_0_alone_and_all_at_once(ranks, tiny_data, tmp_path):
+    run = tmp_path / "run"
+    ended = train(ranks, 2, tiny_words(tiny_data, f"run_dir={run}", "parallel.tensor=3", "optimizer.beta2=0.9", "schedule.min_lr=1"))
+    assert ended.code == 2
+    assert [line.split(":")[0] for line in ended.errors] == ["parallel.tensor=3"] * 3 + ["schedule.min_lr=1.0", "parallel"]
+    assert not run.exists()
+
+
+DATASETS = {
+    "missing": (lambda d: (d / "train.bin").unlink(), "train.bin does not exist; make the dataset with python -m data_prep tokenize"),
+    "no index": (lambda d: (d / "train.idx").unlink(), "train.idx does not exist"),
+    "truncated": (lambda d: truncate(d / "train.bin", 2), "the file is truncated or belongs to another index"),
+    "truncated index": (lambda d: truncate(d / "train.idx", 100), "train.idx is damaged"),
+    "empty index": (lambda d: (d / "train.idx").write_bytes(b""), "train.idx is damaged"),
+    "another index": (lambda d: shutil.copy(d / "valid.idx", d / "train.idx"), "belongs to another index"),
+    "header": (lambda d: flip(d / "train.idx", 3), "train.idx is damaged"),
+    "lengths": (lambda d: swap_lengths(d / "train.idx"), "train.idx is damaged (its lengths and positions contradict each other)"),
+    "manifest is no JSON": (lambda d: truncate(d / "train.manifest.json", 20), "train.manifest.json is damaged"),
+    "manifest of another": (lambda d: shutil.copy(d / "valid.manifest.json", d / "train.manifest.json"), "but its manifest says"),
+    "manifest of the future": (lambda d: edit_json(d / "train.manifest.json", format=2), "format 2, but format 1 is needed"),
+    "no index maps": (lambda d: shutil.rmtree(d / "cache"), "make them once with: python -m data_prep build-cache RECIPE"),
+    "truncated index map": (
+        lambda d: [truncate(path, 8) for path in (d / "cache").glob("*sample_index.npy")],
+        "is damaged (mmap length is greater than file size); remove it and run build-cache again",
+    ),
+}
+
+
+def truncate(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def swap_lengths(path: Path) -> None:
+    """Two documents exchange their lengths: all sums stay right."""
+    content = bytearray(path.read_bytes())
+    lengths = np.frombuffer(content, np.int32, 300, offset=34)
+    other = next(i for i in range(1, 300) if lengths[i] != lengths[0])
+    lengths.flags.writeable = True
+    lengths[0], lengths[other] = lengths[other], lengths[0]
+    path.write_bytes(content)
+
+
+def edit_json(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("case", DATASETS)
+def test_damaged_dataset(ranks, data, tmp_path, case):
+    damage, sentence = DATASETS[case]
+    damage(data)
+    said = refused(ranks, tiny_words(data, f"run_dir={tmp_path / 'run'}"))
+    assert said.startswith("data.train=") or str(data) in said
+    assert sentence in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_dataset_without_a_manifest_is_a_warning(ranks, data, tmp_path):
+    """Made by other tools it can be trained on, and what cannot be checked is said once."""
+    (data / "valid.manifest.json").unlink()
+    words = tiny_words(data, f"run_dir={tmp_path / 'run'}", "train.tokens=1536")
+    ranks.run(1, build_index_caches_of, words)
+    ended = train(ranks, 2, words)
+    assert ended.code == 0
+    [said] = ended.err.splitlines()
+    assert said.startswith("warning: data.valid=") and "there is no valid.manifest.json beside it" in said
+
+
+def build_index_caches_of(words: list[str]) -> None:
+    build_index_caches(load_recipe(words))
+
+
+def test_dataset_of_another_tokenizer(ranks, tiny_data, tmp_path):
+    said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "data.tokenizer=llama3"))
+    assert "it was made with the tokenizer tiny (sha256:000000000000...), not with data.tokenizer=llama3" in said
+
+
+def test_vocabulary_larger_than_the_models(ranks, tiny_data, tmp_path):
+    said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "model.vocab_size=128"))
+    assert "its tokenizer tiny has 256 words, more than model.vocab_size=128; set model.vocab_size to at least that" in said
+
+
+def test_world_size_that_the_layout_does_not_divide(ranks, tiny_data, tmp_path):
+    said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "parallel.context=2"), size=3)
+    assert "tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 3 processes of this run" in said
+
+
+CHECKPOINTS = {
+    "bit flip": (lambda c: flip(c / "__0_0.distcp", 500_000), "__0_0.distcp: damaged, its contents are not those that were written"),
+    "truncated": (lambda c: truncate(c / "__0_0.distcp", 1), "__0_0.distcp: damaged"),
+    "missing file": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp: not readable (No such file or directory)"),
+    "metadata": (lambda c: flip(c / ".metadata", 1000), ".metadata: damaged"),
+    "no metadata": (lambda c: (c / ".metadata").unlink(), ".metadata: not readable (No such file or directory)"),
+    "marker": (lambda c: truncate(c / "complete.json", 30), "complete.json: not readable"),
+    "marker of strings": (lambda c: edit_json(c / "complete.json", step="8"), "complete.json: not readable (a value is of the wrong type)"),
+    "marker of a list": (lambda c: (c / "complete.json").write_text("[]"), "complete.json: not readable"),
+    "no marker": (lambda c: (c / "complete.json").unlink(), "complete.json: not readable (No such file or directory)"),
+    "hashes": (lambda c: truncate(c / "integrity.json", 5), "integrity.json: not readable"),
+    "no hashes": (lambda c: (c / "integrity.json").unlink(), "integrity.json: not readable (No such file or directory)"),
+    "path out": (lambda c: edit_json(c / "integrity.json", files={"../../config.yaml": "0"}), "is no file of this checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_damaged_checkpoint(ranks, half_run, case, size):
+    run, words = half_run
+    damage, sentence = CHECKPOINTS[case]
+    damage(run / "checkpoints/step_00000008")
+    before = snapshot(run)
+    said = refused(ranks, words, size)
+    assert sentence in said
+    assert said.endswith(f"move {run / 'checkpoints/step_00000008'} away to resume from step_00000005")
+    assert snapshot(run) == before
+    if case == "bit flip":  # and doing as the sentence says helps
+        (run / "checkpoints/step_00000008").rename(run.parent / "away")
+        assert "resumed    step_00000005" in train(ranks, size, words).out
+        assert len(computed(run)) == 20
+
+
+CHANGES = {
+    "model": ["model.gdn.allow_neg_eigval=true", "model.attention.rope_base=20000"],
+    "batch": ["train.batch_tokens=1024"],
+    "optimizer": ["optimizer.peak_lr=1e-3", "optimizer.weight_decay=0"],
+    "schedule": ["schedule.warmup_tokens=2048"],
+    "pattern": ["pattern=[{mixer: gdn}]"],
+    "seed": ["seed=1"],
+    "data": ["data.document_mask=true"],
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_run_folder_resumed_with_other_settings(ranks, half_run, what):
+    run, words = half_run
+    before = snapshot(run)
+    ended = train(ranks, 1, [*words, *CHANGES[what]])
+    assert ended.code == 2
+    *differences, way_out = ended.errors
+    assert sorted(line.split(":")[0] for line in differences) == sorted(change.split("=")[0] for change in CHANGES[what])
+    assert all("this run has" in line and "the recipe now says" in line for line in differences)
+    assert way_out == f"run_dir={run}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"
+    assert snapshot(run) == before
+
+
+def test_what_may_change_does(ranks, half_run):
+    run, words = half_run
+    ended = train(ranks, 2, [*words, "train.micro_batch=1", "checkpoint.keep_last=1", "validation.samples=3", "tracking.log_interval=1"])
+    assert ended.code == 0 and checkpoints(run) == ["step_00000020"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_checkpoint_of_another_dataset(ranks, half_run, tiny_data, size):
+    run, words = half_run
+    before = snapshot(run)
+    said = refused(ranks, [*words, f"data.train={tiny_data / 'valid'}"], size)
+    assert f"{run / 'checkpoints/step_00000008'} was trained on other data (fingerprint " in said
+    assert said.endswith("resume with the same dataset, or give another run_dir")
+    assert snapshot(run) == before
+
+
+def test_dataset_that_moved_is_the_same(ranks, half_run, data):
+    """Datasets are known by what they hold."""
+    run, words = half_run
+    assert train(ranks, 1, [*words, f"data.train={data / 'train'}", f"data.valid={data / 'valid'}"]).code == 0
+    assert len(computed(run)) == 20
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_runs_in_one_folder(ranks, half_run, size):
+    run, words = half_run
+    before = snapshot(run)
+    holder = RunFolder(run)
+    try:
+        said = refused(ranks, words, size)
+    finally:
+        holder.close()
+    assert said.startswith(f"run_dir={run}: another process is training in this folder")
+    assert snapshot(run).keys() == before.keys()
+    assert train(ranks, size, words).code == 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_loss_that_is_not_a_number(ranks, tiny_data, tmp_path, size):
+    """A learning rate that overflows float32: the run stops, keeps what led there, and resuming does not take it."""
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}", "optimizer.peak_lr=1e30", "schedule.warmup_tokens=0", "validation.interval_steps=100")
+    said = refused(ranks, words, size)
+    assert said.startswith("step 2: the loss is nan; the run stops. The parameters after 1 steps are in ")
+    assert "there is no earlier checkpoint" in said and "A lower optimizer.peak_lr" in said
+    assert checkpoints(run) == ["diverged_00000001"]
+    assert any(name.endswith("embedding.word_embeddings.weight") for name in tensors(run / "checkpoints/diverged_00000001"))
+    assert len(computed(run)) == 1, "the steps before it are in metrics.jsonl"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "failed"
+    assert refused(ranks, words, size) == said, "the same again: from the start, since there is no good checkpoint"
+
+
+def test_diverged_checkpoint_can_be_taken_up(ranks, tiny_data, tmp_path):
+    """Renamed by its user to be resumed from, it is a checkpoint like any other."""
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}", "optimizer.peak_lr=1e30", "schedule.warmup_tokens=0", "validation.interval_steps=100")
+    refused(ranks, words)
+    (run / "checkpoints/diverged_00000001").rename(run / "checkpoints/step_00000001")
+    said = refused(ranks, words)
+    assert said.startswith("step 2: the loss is nan") and "the newest good checkpoint is step_00000001" in said
+
+
+def test_validation_loss_that_is_not_a_number(ranks, tiny_data, tmp_path):
+    """Found out before a checkpoint of such parameters stands among the good ones."""
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}", "optimizer.peak_lr=1e30", "schedule.warmup_tokens=0", "validation.interval_steps=1")
+    said = refused(ranks, [*words, "checkpoint.interval_steps=1"])
+    assert said.startswith("step 1: the validation loss is nan; the run stops.")
+    assert checkpoints(run) == ["diverged_00000001"]
+
+
+def test_config_of_a_default_run_folder_can_be_read_back(ranks, tiny_data, tmp_path):
+    """The default name of a run holds the + of its recipe."""
+    run = tmp_path / "a+b"
+    words = tiny_words(tiny_data, f"run_dir={run}", "train.tokens=2048")
+    assert train(ranks, 1, words, stop=(2, 0, "SIGTERM")).code == 143
+    assert train(ranks, 1, words).code == 0
+    assert train(ranks, 1, [str(run / "config.yaml")]).code == 0
+
+
+def test_usage():
+    assert Process([]).end().code == 2
+    assert "python -m launch train RECIPE" in (CHECKOUT / "launch/train.py").read_text()

@@ -1,0 +1,222 @@
+"""Recipes: how fragments, bases and overrides lie over each other, and what is said of those that are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_megatron.config import RunConfig, load_recipe, save_config
+from hybrid_megatron.config.validate import validate
+from hybrid_megatron.errors import ConfigError
+
+VALID = """
+bases: [base]
+model: {num_layers: 4, hidden_size: 64, num_heads: 8, head_dim: 8, ffn_size: 96, vocab_size: 512}
+pattern: [{mixer: gdn}]
+train: {tokens: 10240, context: 64, batch_tokens: 512, micro_batch: 2, precision: fp32}
+optimizer: {peak_lr: 3.0e-3, weight_decay: 0.1}
+schedule: {warmup_tokens: 1024}
+data: {train: somewhere}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a file and returns its path as typed."""
+
+    def write(text: str = VALID, name: str = "recipe.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def problems(words: list[str], world_size: int = 1) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(load_recipe(words), world_size)
+    assert str(caught.value).splitlines() == caught.value.problems, "one line each"
+    return caught.value.problems
+
+
+def problem(words: list[str], world_size: int = 1) -> str:
+    [only] = problems(words, world_size)
+    return only
+
+
+def test_later_words_lie_over_earlier_ones_and_bases_under_all(recipe):
+    recipe("seed: 1\ntrain: {micro_batch: 4}\ntracking: {project: mine}\n", "under.yaml")
+    first = recipe(VALID.replace("[base]", "[base, under.yaml]"))
+    second = recipe("train: {micro_batch: 8}\n", "second.yaml")
+    config = load_recipe([f"{first}+{second}", "optimizer.eps=1e-6"])
+    assert config.train.micro_batch == 8 and config.seed == 1 and config.tracking.project == "mine"
+    assert config.optimizer.eps == 1e-6 and config.validation.samples == 512, "the override, and base.yaml of the house"
+    assert load_recipe([f"{second}+{first}"]).train.micro_batch == 2
+
+
+def test_fragments_by_name():
+    config = load_recipe(["776m+gdn_nope_lh+pretrain_4k", "data.train=x"])
+    assert (config.model.num_layers, config.train.context, config.name) == (12, 4096, "776m+gdn_nope_lh+pretrain_4k")
+    assert [entry.mixer for entry in config.pattern] == ["gdn", "attention"]
+    assert config.run_dir.startswith("runs/776m+gdn_nope_lh+pretrain_4k-"), "a hash, since a value was overridden"
+    again = load_recipe(["776m+gdn_nope_lh+pretrain_4k", "data.train=x"])
+    other = load_recipe(["776m+gdn_nope_lh+pretrain_4k", "data.train=y"])
+    assert config.run_dir == again.run_dir != other.run_dir
+
+
+@pytest.mark.parametrize(
+    "override, value",
+    [
+        ("optimizer.peak_lr=1e-3", 1e-3),
+        ("optimizer.peak_lr=1", 1.0),
+        ("train.tokens=1_000_000", 1_000_000),
+        ("data.document_mask=true", True),
+        ("data.valid=null", None),
+        ("name=a=b", "a=b"),
+        ("data.train='with space'", "with space"),
+        ("model={num_layers: 8}", {"num_layers": 8}),
+        ("pattern=[{mixer: attention, position: nope}]", None),
+    ],
+)
+def test_forms_of_an_override(recipe, override, value):
+    config = load_recipe([recipe(), override])
+    found = config
+    for part in override.partition("=")[0].split("."):
+        found = getattr(found, part)
+    if override.startswith("model"):
+        assert found.num_layers == 8 and found.hidden_size == 64, "a section is laid over, not replaced"
+    elif override.startswith("pattern"):
+        assert [(entry.mixer, entry.position) for entry in found] == [("attention", "nope")], "a list is replaced"
+    else:
+        assert found == value and type(found) is type(value)
+
+
+def test_the_resolved_config_reads_back_unchanged(recipe, tmp_path):
+    config = load_recipe([recipe(), "name='a+b: c'", "optimizer.eps=1e-12"])
+    (tmp_path / "a+b").mkdir()
+    save_config(config, tmp_path / "a+b/config.yaml")
+    assert load_recipe([str(tmp_path / "a+b/config.yaml")]) == config
+
+
+LOADING = {
+    "unknown key": (["model.num_layer=3"], "override model.num_layer=3: model.num_layer is not a setting; did you mean model.num_layers?"),
+    "unknown section": (["optimiser.eps=3"], "override optimiser.eps=3: optimiser is not a setting; did you mean optimizer?"),
+    "key of another section": (["model.peak_lr=3"], "did you mean optimizer.peak_lr?"),
+    "string for a number": (["train.context='64'"], "train.context='64': this must be a whole number, written without quotes"),
+    "fraction for a whole number": (["train.tokens=1.5"], "train.tokens=1.5: this must be a whole number"),
+    "truth for a number": (["seed=true"], "seed=True: this must be a whole number"),
+    "number for a truth": (["data.document_mask=1"], "data.document_mask=1: this must be true or false"),
+    "null": (["seed=null"], "seed=None: this must be a whole number"),
+    "value for a section": (["model=3"], "model=3: this is a section with keys num_layers,"),
+    "value for a list": (["pattern=gdn"], "pattern='gdn': this is a list"),
+    "too deep": (["seed.x=3"], "seed={'x': 3}: this must be a whole number"),
+    "no value": (["seed"], "override 'seed' is not of the form section.key=value"),
+    "index": (["pattern[0].mixer=gdn"], "override 'pattern[0].mixer=gdn' is not of the form section.key=value"),
+    "double dot": (["model..num_layers=3"], "is not of the form section.key=value"),
+    "interpolation": (["name=${nothing}"], "name: Interpolation key 'nothing' not found"),
+}
+
+
+@pytest.mark.parametrize("case", LOADING)
+def test_wrong_override(recipe, case):
+    words, sentence = LOADING[case]
+    assert sentence in problem([recipe(), *words])
+
+
+FILES = {
+    "duplicate key": (VALID + "seed: 1\nseed: 2\n", "found duplicate key seed"),
+    "duplicate section": (VALID + "model: {num_layers: 2}\n", "found duplicate key model"),
+    "unknown section": (VALID + "trian: {tokens: 3}\n", "recipe.yaml: trian is not a setting; did you mean train?"),
+    "empty": ("", "the file holds no settings"),
+    "comments alone": ("# nothing\n", "the file holds no settings"),
+    "a list": ("- a\n- b\n", "a recipe is a mapping of settings, this file holds a list"),
+    "a word": ("hello\n", "hello is not a setting"),
+    "no YAML": ("a: [1,\nb: {", "not readable as YAML"),
+    "binary": ("\x00\x01", "not readable as YAML"),
+    "two documents": (VALID + "---\nseed: 3\n", "expected a single document"),
+    "a tag that would run code": (VALID + "seed: !!python/object/apply:os.getpid []\n", "could not determine a constructor for the tag"),
+    "bases that are no list": ("bases: base\n", "bases must be a list of fragment names or paths, not 'base'"),
+    "bases of themselves": ("bases: [recipe.yaml]\n", "bases of recipe.yaml lead back to itself: recipe.yaml -> recipe.yaml; remove one"),
+    "bases that do not exist": ("bases: [nowhere]\n", "recipe fragment 'nowhere' is not known; "),
+    "a number as key": (VALID + "3: 4\n", "3 is not a setting"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_file(recipe, case):
+    text, sentence = FILES[case]
+    assert sentence in problem([recipe(text)])
+
+
+def test_bases_that_loop(recipe):
+    recipe("bases: [two.yaml]\n", "one.yaml")
+    two = recipe("bases: [one.yaml]\n", "two.yaml")
+    assert problem([two]) == "bases of two.yaml lead back to itself: two.yaml -> one.yaml -> two.yaml; remove one"
+
+
+def test_names_of_fragments():
+    assert "recipe fragment 'gdn_nop_lh' is not known; did you mean gdn_nope_lh?" in problem(["776m+gdn_nop_lh+pretrain_4k"])
+    assert "recipe file none.yaml does not exist" in problem(["none.yaml"])
+    assert problem([]).startswith("no recipe given")
+
+
+def test_all_missing_values_are_named_at_once(recipe):
+    found = problems([recipe("model: {num_layers: 4}\n")])
+    assert "train.tokens is not set: it has no default; set it in a recipe file or as train.tokens=VALUE" in found and len(found) > 10
+    assert not any(line.startswith("model.num_layers") for line in found)
+
+
+RULES = {
+    "mixer": (["pattern=[{mixer: gdnn}]"], ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, gdn"]),
+    "position": (["pattern=[{mixer: attention}]"], ["pattern: mixer attention has position=None; it must be rope or nope"]),
+    "not finite": (["optimizer.clip_grad=.inf"], ["optimizer.clip_grad=inf: it must be a finite number"]),
+    "negative": (["train.tokens=-5", "train.micro_batch=0"], ["train.tokens=-5: it must be more than 0", "train.micro_batch=0: it must be more than 0"]),
+    "no validation samples": (["validation.samples=0"], ["validation.samples=0: it must be more than 0"]),
+    "seed": (["seed=4294967296"], ["seed=4294967296: it must be less than 2^32"]),
+    "beta": (["optimizer.beta1=1"], ["optimizer.beta1=1.0: it must be less than 1"]),
+    "pattern length": (["pattern=[{mixer: gdn, repeat: 3}]"], ["pattern: it describes 3 layers and model.num_layers=4 is not a multiple of that;"]),
+    "empty pattern": (["pattern=[]"], ["pattern: it describes 0 layers"]),
+    "warm-up": (["schedule.warmup_tokens=10240"], ["schedule.warmup_tokens=10240: it must be less than train.tokens=10240;"]),
+    "batch": (["train.batch_tokens=500"], ["train.batch_tokens=500: it must be a multiple of train.context=64"]),
+    "micro-batch": (["train.micro_batch=3"], ["train.batch_tokens=512: it holds 8 samples of 64, which must be a multiple of train.micro_batch"]),
+    "sequence": (["parallel.sequence=true"], ["parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1"]),
+    "precision": (["train.precision=fp16"], ["train.precision=fp16: it must be one of bf16, fp32"]),
+    "world": (["parallel.context=2"], ["parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 process of this run"]),
+    "tensor 3": (
+        ["parallel.tensor=3"],
+        [
+            "parallel.tensor=3: mixer gdn has 8 heads that can be split, and tensor must divide them; use one of 1, 2, 4, 8",
+            "parallel.tensor=3: it must divide model.vocab_size=512; use another tensor size, or 513",
+            "parallel: tensor * context * pipeline = 3 * 1 * 1 = 3 must divide the 1 process of this run",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_broken_rule(recipe, case):
+    words, sentences = RULES[case]
+    found = problems([recipe(), *words])
+    assert len(found) == len(sentences)
+    for line, sentence in zip(found, sentences):
+        assert line.startswith(sentence)
+
+
+def test_world_size_must_be_divided():
+    config = load_recipe(["776m+rope+pretrain_4k", "data.train=x", "parallel.tensor=4"])
+    with pytest.raises(ConfigError, match="must divide the 6 processes"):
+        validate(config, 6)
+    validate(config, 8)
+
+
+def test_every_recipe_of_the_house_is_valid():
+    from hybrid_megatron.config.load import RECIPES
+
+    names = {folder: [path.stem for path in (RECIPES / folder).glob("*.yaml")] for folder in ("models", "patterns", "stages")}
+    for model in names["models"]:
+        for pattern in names["patterns"]:
+            for stage in names["stages"]:
+                config = load_recipe([f"{model}+{pattern}+{stage}", "data.train=x"])
+                assert isinstance(config, RunConfig)
+                validate(config, 8)
+    for path in Path(RECIPES).glob("*.yaml"):
+        if path.stem != "base":
+            validate(load_recipe([path.stem]), 1)

@@ -1,0 +1,144 @@
+"""Initial parameters: every one drawn, from the right distribution, by seed and name alone."""
+
+import math
+
+import pytest
+import torch
+
+from hybrid_megatron.config.schema import ParallelConfig
+from hybrid_megatron.model.hybrid_model import HybridModel, build_model
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel import start
+from tests.cpu import op_cells
+from tests.cpu.cells import assemble
+from tests.cpu.tiny import tiny_config, tiny_words
+
+# Large enough for statistics, small enough for a second: 64 heads of 4, so 128 gates in two layers.
+WIDE = [
+    "model.hidden_size=256", "model.num_heads=64", "model.num_kv_heads=8", "model.head_dim=4", "model.ffn_size=384", "model.vocab_size=512",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def state():
+    with start(ParallelConfig(), 0) as state:
+        yield state
+
+
+@pytest.fixture(scope="module")
+def wide(state, tiny_data) -> dict[str, torch.Tensor]:
+    return parameters(state, tiny_data, *WIDE)
+
+
+def parameters(state, tiny_data, *overrides: str) -> dict[str, torch.Tensor]:
+    config = tiny_config(tiny_data, "run_dir=unused", *overrides)
+    return {name: p.detach().clone() for name, p in build_model(config, plan_layers(config), state).named_parameters()}
+
+
+def test_matrices_are_normal(wide):
+    """A sample of n has a standard deviation within 4 / sqrt(2 n) and a mean within 4 / sqrt(n) of the true ones, relative to 0.02."""
+    matrices = {name: p for name, p in wide.items() if p.dim() == 2}
+    assert len(matrices) == 2 + 4 * 4
+    for name, p in matrices.items():
+        n = p.numel()
+        assert abs(float(p.std()) / 0.02 - 1) <= 4 / math.sqrt(2 * n), name
+        assert abs(float(p.mean())) <= 4 * 0.02 / math.sqrt(n), name
+        beyond = float((p.abs() > 0.04).float().mean())  # 4.55% of a normal distribution
+        assert abs(beyond - 0.0455) <= 5 * math.sqrt(0.0455 / n), name
+
+
+def test_init_std_is_heeded(state, tiny_data):
+    deviations = [float(p.std()) for p in parameters(state, tiny_data, "model.init_std=0.1").values() if p.dim() == 2]
+    assert all(abs(deviation / 0.1 - 1) < 0.15 for deviation in deviations)
+
+
+def test_norms_are_ones(wide):
+    norms = {name: p for name, p in wide.items() if "norm" in name}
+    assert len(norms) == 2 * 4 + 1 + 2
+    assert all(torch.equal(p, torch.ones_like(p)) for p in norms.values())
+
+
+def test_decay_rates_are_uniform_between_0_and_16(wide):
+    rates = torch.cat([p.exp() for name, p in wide.items() if name.endswith("A_log")])
+    assert len(rates) == 128 and 0 < float(rates.min()) and float(rates.max()) < 16
+    assert abs(float(rates.mean()) - 8) <= 4 * 16 / math.sqrt(12 * len(rates))
+    assert float(rates.min()) < 2 and float(rates.max()) > 14
+
+
+def test_time_steps_are_log_uniform_between_a_thousandth_and_a_tenth(wide):
+    steps = torch.nn.functional.softplus(torch.cat([p for name, p in wide.items() if name.endswith("dt_bias")]).double()).log10()
+    assert len(steps) == 128 and -3 - 1e-4 <= float(steps.min()) and float(steps.max()) <= -1 + 1e-4
+    assert abs(float(steps.mean()) + 2) <= 4 * 2 / math.sqrt(12 * len(steps))
+    assert float(steps.min()) < -2.7 and float(steps.max()) > -1.3
+
+
+def test_every_parameter_is_drawn(state, tiny_data, monkeypatch):
+    """Whatever the modules put into their parameters when built is overwritten."""
+    build = HybridModel.__init__
+
+    def poisoned(self, *arguments) -> None:
+        build(self, *arguments)
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, math.nan)
+
+    monkeypatch.setattr(HybridModel, "__init__", poisoned)
+    for name, p in parameters(state, tiny_data).items():
+        assert p.isfinite().all(), name
+
+
+def test_no_two_parameters_are_alike(wide):
+    drawn = [(name, p.flatten()) for name, p in wide.items() if "norm" not in name]
+    for i, (name, p) in enumerate(drawn):
+        for other, q in drawn[:i]:
+            shared = min(len(p), len(q))
+            assert not torch.equal(p[:shared], q[:shared]), f"{name} and {other}"
+
+
+def test_gate_and_up_rows_differ(wide):
+    for name, p in wide.items():
+        if "linear_fc1" in name:
+            gate, up = p.chunk(2)
+            assert abs(float(torch.corrcoef(torch.stack((gate.flatten(), up.flatten())))[0, 1])) <= 5 / math.sqrt(gate.numel())
+
+
+def test_the_seed_decides(state, tiny_data):
+    first, again, other = (parameters(state, tiny_data, f"seed={seed}") for seed in (1, 1, 2))
+    for name, p in first.items():
+        assert torch.equal(p, again[name]), name
+        assert "norm" in name or not torch.equal(p, other[name]), name
+
+
+def test_torchs_own_generator_plays_no_part(state, tiny_data):
+    torch.manual_seed(5)
+    first = parameters(state, tiny_data)
+    torch.manual_seed(6)
+    before = torch.get_rng_state()
+    again = parameters(state, tiny_data)
+    assert all(torch.equal(p, again[name]) for name, p in first.items())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bf16_rounds_the_same_draws_and_keeps_gates_in_float32(state, tiny_data):
+    wide, narrow = parameters(state, tiny_data), parameters(state, tiny_data, "train.precision=bf16")
+    for name, p in narrow.items():
+        gate = name.endswith(("A_log", "dt_bias"))
+        assert p.dtype == (torch.float32 if gate else torch.bfloat16), name
+        assert torch.equal(p, wide[name].to(p.dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, ["parallel.tensor=2"]),
+        (4, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
+        (4, ["parallel.context=2", "parallel.pipeline=2"]),
+        (4, ["parallel.pipeline=4"]),
+    ],
+)
+def test_the_layout_does_not(ranks, tiny_data, size, layout):
+    [alone] = ranks.run(1, op_cells.initial_parameters, tiny_words(tiny_data, "run_dir=unused"))
+    shards = ranks.run(size, op_cells.initial_parameters, tiny_words(tiny_data, "run_dir=unused", *layout))
+    whole, expected = assemble(shards), assemble([alone])
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    assert sum(array.size for _, _, _, array in shards[0]) < sum(array.size for _, _, _, array in alone), "each rank holds a part"

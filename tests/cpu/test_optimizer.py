@@ -1,0 +1,95 @@
+"""AdamW by its definition, who is decayed, clipping, and that every parameter's state is its own."""
+
+import math
+
+import pytest
+import torch
+
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.data import open_dataset
+from hybrid_megatron.parallel import start
+from hybrid_megatron.training.build import build_trainer
+from hybrid_megatron.training.loop import train_step
+from hybrid_megatron.training.optimizer import FusedAdamW, set_hyperparameters
+from tests.cpu.tiny import tiny_words
+
+
+def test_fused_adamw_is_adamw():
+    """Against Loshchilov and Hutter's algorithm 2 in float64, with rates that change from step to step."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (7,), (1, 1)]
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    parameters = [torch.nn.Parameter(v.float()) for v in values]
+    optimizer = FusedAdamW(
+        [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0}], lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    first, second = ([torch.zeros_like(v) for v in values] for _ in range(2))
+    for step in range(1, 8):
+        lr = 1e-2 / step
+        gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        for i, g in enumerate(gradients):
+            parameters[i].grad = g.float()
+            decay = 0.1 if i == 0 else 0.0
+            first[i] = 0.9 * first[i] + 0.1 * g
+            second[i] = 0.95 * second[i] + 0.05 * g * g
+            direction = first[i] / (1 - 0.9**step) / ((second[i] / (1 - 0.95**step)).sqrt() + 1e-8)
+            values[i] = values[i] - lr * decay * values[i] - lr * direction
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    for parameter, value in zip(parameters, values):
+        assert torch.allclose(parameter.double(), value, rtol=0, atol=2e-6)
+
+
+def groups(words: list[str]) -> list[tuple[str, int, float]]:
+    """(name, dimensions, weight decay) of every parameter, from the groups of the optimizer as the loop sets them."""
+    config = load_recipe(words)
+    data = open_dataset(config, "train")
+    with start(config.parallel, config.seed) as state:
+        trainer = build_trainer(config, state, data, None)
+        set_hyperparameters(trainer.optimizer, 1e-3, config.optimizer.weight_decay)
+        [part] = trainer.optimizer.chained_optimizers
+        found = []
+        for name, parameter in trainer.model.module.named_parameters():
+            group, place = part.model_param_group_index_map[parameter]
+            held = part.optimizer.param_groups[group]
+            assert torch.equal(held["params"][place].flatten(), parameter.detach().float().flatten()), f"{name} has another's place"
+            assert held["lr"] == 1e-3
+            found.append((name, parameter.dim(), held["weight_decay"]))
+        assert len(found) == sum(len(group["params"]) for group in part.optimizer.param_groups)
+        return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_matrices_decay_and_vectors_do_not(ranks, tiny_data, precision):
+    [found] = ranks.run(1, groups, tiny_words(tiny_data, "run_dir=unused", f"train.precision={precision}"))
+    decays = {name: decay for name, _, decay in found}
+    for name, dimensions, decay in found:
+        assert decay == (0.1 if dimensions > 1 else 0.0), name
+    for ending in ("layernorm.weight", "A_log", "dt_bias", "out_norm"):
+        assert any(name.endswith(ending) for name in decays), ending
+    for ending in ("in_proj.weight", "out_proj.weight", "linear_fc1.weight", "word_embeddings.weight", "output_layer.weight"):
+        assert any(name.endswith(ending) for name in decays), ending
+
+
+def one_step(words: list[str], clip: float) -> tuple[float, float, int]:
+    """(gradient norm as logged, norm of the gradients the update used, elements that changed)."""
+    config = load_recipe([*words, f"optimizer.clip_grad={clip}"])
+    data = open_dataset(config, "train")
+    with start(config.parallel, config.seed) as state:
+        trainer = build_trainer(config, state, data, None)
+        set_hyperparameters(trainer.optimizer, 1e-3, 0.0)
+        result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state)
+        [part] = trainer.optimizer.chained_optimizers
+        moments = [s["exp_avg"] for s in part.optimizer.state.values()]
+        return result.grad_norm, math.sqrt(sum(float(m.double().square().sum()) for m in moments)) / 0.1, len(moments)
+
+
+def test_clipping(ranks, tiny_data):
+    """The first moment after one step is a tenth of the gradient that was used."""
+    words = tiny_words(tiny_data, "run_dir=unused")
+    [(norm, used, _)] = ranks.run(1, one_step, words, 1e6)
+    assert 0.1 < norm < 1e6 and used == pytest.approx(norm, rel=1e-5), "a small gradient stays as it is"
+    [(same, used, _)] = ranks.run(1, one_step, words, norm / 3)
+    assert same == norm, "logged before clipping"
+    assert used == pytest.approx(norm / 3, rel=1e-4)

@@ -1,0 +1,118 @@
+"""A run that stopped and went on is the run that never stopped: bitwise under one layout, to 1e-5 across layouts.
+
+Twenty steps of eight samples over a dataset of some thirty, so that every part of a run crosses the borders of epochs.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_megatron.data import open_dataset
+from tests.cpu.runs import checkpoints, computed, contents, equal, tensors, train
+from tests.cpu.test_parity import LAYOUTS
+from tests.cpu.tiny import tiny_config, tiny_words
+
+ONE = {"one process": (1, [])}
+HERE = ONE | LAYOUTS
+SAME = ["one process", "data 2"]
+SAME_MORE = ["tensor 2 + sequence", "context 2", "pipeline 2", "tensor 2 + sequence, data 2", "pipeline 2, data 2", "context 2, pipeline 2"]
+MOVES = [
+    ("tensor 2", "data 2"),
+    ("data 4", "data 2"),
+    ("one process", "pipeline 2"),
+    ("pipeline 2", "tensor 2"),
+]
+MOVES_MORE = [
+    ("data 2", "data 4"),
+    ("context 2", "one process"),
+    ("tensor 2 + sequence, context 2", "pipeline 2, data 2"),
+    ("pipeline 2, data 2", "tensor 2 + sequence, data 2"),
+    ("data 2", "context 2"),
+]
+
+
+def words(tiny_data: Path, run_dir: Path, layout: str, *more: str) -> list[str]:
+    """Train on the small dataset, with checkpoints where the run stops or ends and nowhere else."""
+    return tiny_words(
+        tiny_data, f"run_dir={run_dir}", f"data.train={tiny_data / 'valid'}", "checkpoint.interval_steps=1000", *HERE[layout][1], *more
+    )
+
+
+def straight(ranks, tiny_data: Path, run_dir: Path, layout: str, *more: str) -> Path:
+    assert train(ranks, HERE[layout][0], words(tiny_data, run_dir, layout, *more)).code == 0
+    return run_dir
+
+
+def in_two_parts(ranks, tiny_data: Path, run_dir: Path, first: str, second: str, *more: str) -> Path:
+    ended = train(ranks, HERE[first][0], words(tiny_data, run_dir, first, *more), stop=(10, 0, "SIGTERM"))
+    assert ended.code == 143 and checkpoints(run_dir) == ["step_00000010"] and len(computed(run_dir)) == 10
+    ended = train(ranks, HERE[second][0], words(tiny_data, run_dir, second, *more))
+    assert ended.code == 0 and "resumed    step_00000010 (5,120 tokens)" in ended.out and not ended.err
+    return run_dir
+
+
+def test_the_dataset_is_smaller_than_the_run(tiny_data):
+    config = tiny_config(tiny_data, "run_dir=unused", f"data.train={tiny_data / 'valid'}")
+    samples = len(open_dataset(config, "train"))
+    assert 2 * samples < 10 * config.batch_samples, "each half of the run crosses the border of an epoch"
+    assert samples % config.batch_samples, "and a step lies across one"
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks, tiny_data, tmp_path_factory) -> Path:
+    return straight(ranks, tiny_data, tmp_path_factory.mktemp("straight") / "run", "one process")
+
+
+def check_bitwise(a: Path, b: Path) -> None:
+    assert computed(a) == computed(b)
+    assert len(computed(a)) == 20
+    final, other = (contents(run / "checkpoints/step_00000020") for run in (a, b))
+    assert final.keys() == other.keys()
+    assert any("exp_avg_sq" in key for key in final), "the optimizer's state is there"
+    different = [key for key in final if not equal(final[key], other[key])]
+    assert not different
+
+
+@pytest.mark.parametrize("layout", SAME)
+def test_resume_under_the_same_layout_is_bitwise(ranks, tiny_data, tmp_path, layout, one_process):
+    whole = one_process if layout == "one process" else straight(ranks, tiny_data, tmp_path / "whole", layout)
+    check_bitwise(whole, in_two_parts(ranks, tiny_data, tmp_path / "parts", layout, layout))
+
+
+def test_resume_in_bf16_is_bitwise(ranks, tiny_data, tmp_path):
+    """Parameters are bfloat16 and their float32 masters live in the optimizer."""
+    bf16 = "train.precision=bf16"
+    whole = straight(ranks, tiny_data, tmp_path / "whole", "one process", bf16)
+    check_bitwise(whole, in_two_parts(ranks, tiny_data, tmp_path / "parts", "one process", "one process", bf16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SAME_MORE)
+def test_resume_under_a_further_layout_is_bitwise(ranks, tiny_data, tmp_path, layout):
+    whole = straight(ranks, tiny_data, tmp_path / "whole", layout)
+    check_bitwise(whole, in_two_parts(ranks, tiny_data, tmp_path / "parts", layout, layout))
+
+
+def check_move(ranks, tiny_data: Path, run_dir: Path, one_process: Path, first: str, second: str) -> None:
+    moved = in_two_parts(ranks, tiny_data, run_dir, first, second)
+    for mine, theirs in zip(computed(moved), computed(one_process), strict=True):
+        assert mine["lr"] == theirs["lr"] and mine["tokens"] == theirs["tokens"]
+        assert abs(mine["loss"] - theirs["loss"]) <= 1e-5, mine["step"]
+        assert abs(mine["grad_norm"] - theirs["grad_norm"]) <= 1e-4 * theirs["grad_norm"], mine["step"]
+    assert abs(computed(moved)[-1]["validation_loss"] - computed(one_process)[-1]["validation_loss"]) <= 1e-5
+    final, expected = (tensors(run / "checkpoints/step_00000020") for run in (moved, one_process))
+    assert final.keys() == expected.keys()
+    errors = {key: float((final[key] - expected[key]).norm() / expected[key].norm()) for key in expected}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= 1e-4, f"{worst}: {errors[worst]:.2e}"
+
+
+@pytest.mark.parametrize("first, second", MOVES)
+def test_resume_under_another_layout(ranks, tiny_data, tmp_path, one_process, first, second):
+    check_move(ranks, tiny_data, tmp_path / "run", one_process, first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, second", MOVES_MORE)
+def test_resume_under_a_further_layout(ranks, tiny_data, tmp_path, one_process, first, second):
+    check_move(ranks, tiny_data, tmp_path / "run", one_process, first, second)

@@ -1,0 +1,41 @@
+"""Every test here is marked `gpu` and is skipped, with the reason, where there is no CUDA device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in this folder; skip it without CUDA or with a triton that miscomputes on this GPU."""
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "needs a CUDA device, and torch sees none here"
+    else:
+        from hybrid_megatron import platform
+
+        reason = platform.kernel_pair_problem()
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.gpu)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_kernels() -> None:
+    """No minutes of autotuning for shapes that only tests use."""
+    if torch.cuda.is_available():
+        from tests.gpu.untuned import spare_autotuning
+
+        spare_autotuning()
+
+
+@pytest.fixture(autouse=True)
+def free_memory():
+    """Give the cached memory back between tests: the float64 definitions take gigabytes."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

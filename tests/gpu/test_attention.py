@@ -1,0 +1,168 @@
+"""`causal_attention` on CUDA against softmax attention in float64, from the very same rounded inputs, and which kernels compute it.
+
+Errors are relative norms. bf16: the probabilities and the results are rounded once each, 2^-9 at most, so 1e-2 bounds outputs and
+gradients (2e-3 to 4e-3 is usual). float32: the efficient kernel splits each float32 into TF32 parts, bound 2e-5; FlexAttention multiplies
+in TF32 where torch allows it ("highest" precision, the default, does not), same bound.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from hybrid_megatron.model.attention import causal
+from hybrid_megatron.model.attention.causal import causal_attention
+from hybrid_megatron.parallel import SequenceLayout
+from tests import definitions
+
+BOUND = {torch.bfloat16: 1e-2, torch.float32: 2e-5}
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """torch.compile keeps eight shapes of a function and then stops compiling it; a training has two, the tests have more."""
+    torch.compiler.reset()
+
+
+def draw(batch: int, length: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(batch, length, n, width, device="cuda").to(dtype) for n in (heads, kv_heads, kv_heads)]
+
+
+def with_gradients(function, inputs: list[Tensor]) -> dict[str, Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    o = function(*leaves)
+    torch.manual_seed(1)
+    weights = torch.randn(o.shape, device="cuda", dtype=torch.float64)
+    (o.double() * weights).sum().backward()
+    return {"output": o} | {f"gradient of {name}": x.grad for name, x in zip("qkv", leaves)}
+
+
+def compare(fast: dict[str, Tensor], exact: dict[str, Tensor], bound: float) -> None:
+    """Relative to each tensor's own norm; to the largest where that is zero (the gradients of q and k in a sample of one token)."""
+    norms = {name: float(x.norm()) for name, x in exact.items()}
+    largest = max(norms.values())
+    scales = {name: norm if norm > 1e-10 * largest else largest for name, norm in norms.items()}
+    errors = {name: float((fast[name].double() - x).norm()) / scales[name] for name, x in exact.items()}
+    print(errors)
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= bound, f"{worst}: {errors[worst]:.2e}, all: {errors}"
+
+
+def check(inputs: list[Tensor], starts: Tensor | None = None) -> None:
+    scale = inputs[0].shape[-1] ** -0.5
+    layout = SequenceLayout(inputs[0].shape[1], document_starts=starts)
+    fast = with_gradients(lambda q, k, v: causal_attention(q, k, v, layout, scale, None), inputs)
+    assert fast["output"].dtype == inputs[0].dtype
+    exact = with_gradients(lambda q, k, v: definitions.causal_attention(q, k, v, scale, starts), [x.double() for x in inputs])
+    compare(fast, exact, BOUND[inputs[0].dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize(("length", "width"), [(1, 128), (77, 64), (1024, 128), (2047, 128)])
+def test_whole_samples(dtype, kv_heads, length, width):
+    """Heads of their own and in groups; lengths that fill no tile."""
+    check(draw(2, length, 8, kv_heads, width, dtype))
+
+
+def test_long_sample():
+    check(draw(1, 8192, 2, 1, 128, torch.bfloat16))
+
+
+def starts_at(length: int, *rows: tuple[int, ...]) -> Tensor:
+    starts = torch.zeros(len(rows), length, dtype=torch.bool, device="cuda")
+    for row, places in zip(starts, rows):
+        row[list(places)] = True
+    return starts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "length"), [(4, 512), (2, 333)])
+def test_documents(dtype, kv_heads, length):
+    """FlexAttention: rows of their own documents, one beginning amid a document, one without any start."""
+    starts = starts_at(length, (0, 1, 2, 128, 200), (100, 256), ())
+    check(draw(3, length, 4, kv_heads, 64, dtype), starts)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "documents"),
+    [(dtype, kv_heads, False) for dtype in DTYPES for kv_heads in (4, 2)] + [(torch.bfloat16, 2, True)],
+)
+def test_chunked_queries(monkeypatch, dtype, kv_heads, documents):
+    """Under context parallelism each of a rank's two chunks of queries meets the keys up to its own end (lower-right causal)."""
+    length, size = 768, 2
+    inputs = draw(2, length, 4, kv_heads, 64, dtype)
+    starts = starts_at(length, (0, 100, 192, 500), (191, 400, 576)) if documents else None
+    monkeypatch.setattr(causal, "_gather_keys_and_values", lambda k, v, layout, group: (k, v))  # they are whole already
+
+    def over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = torch.zeros_like(q)
+        for rank in range(size):
+            layout = SequenceLayout(length, size, rank, starts)
+            positions = layout.positions("cuda")
+            part = causal_attention(q[:, positions], k, v, layout, 0.125, None)
+            o = o.index_copy(1, positions, part)
+        return o
+
+    fast = with_gradients(over_ranks, inputs)
+    exact = with_gradients(lambda q, k, v: definitions.causal_attention(q, k, v, 0.125, starts), [x.double() for x in inputs])
+    compare(fast, exact, BOUND[dtype])
+
+
+def operators(function) -> set[str]:
+    """Names of the operators that a call ran."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        function()
+    return {event.key for event in profiled.key_averages()}
+
+
+def test_plain_causal_attention_runs_in_cudnn():
+    """Forward and backward, at the shapes of a training."""
+    q, k, v = (x.requires_grad_() for x in draw(8, 4096, 12, 12, 128, torch.bfloat16))
+    names = operators(lambda: causal_attention(q, k, v, SequenceLayout(4096), 128**-0.5, None).float().sum().backward())
+    assert {"aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward"} <= names, sorted(names)
+
+
+@pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.bfloat16, 4), (torch.float32, 12)])
+def test_no_form_falls_back_to_the_whole_score_matrix(dtype, kv_heads):
+    q, k, v = draw(1, 1024, 12, kv_heads, 128, dtype)
+    names = operators(lambda: causal_attention(q, k, v, SequenceLayout(1024), 128**-0.5, None))
+    assert "aten::_scaled_dot_product_attention_math" not in names, sorted(names)
+
+
+def peak_bytes(function) -> int:
+    """Most memory in use while `function` runs, beyond what was in use before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_memory_grows_with_the_length_alone(chunked):
+    """bf16, 32K tokens, 2 heads: q, k and v are 16 MiB each; a [s, s] mask would be 1 GiB, scores in bf16 4 GiB."""
+    length = 32_768
+    q, k, v = (x.requires_grad_() for x in draw(1, length, 2, 2, 128, torch.bfloat16))
+    queries = q[:, length // 2 :] if chunked else q
+
+    def step() -> None:
+        causal._causal(*(x.transpose(1, 2) for x in (queries, k, v)), 128**-0.5).float().sum().backward()
+
+    assert peak_bytes(step) < 400 * 2**20
+
+
+def test_memory_of_document_masks_grows_with_the_length_alone():
+    """As above, after the compilation."""
+    length = 32_768
+    q, k, v = (x.requires_grad_() for x in draw(1, length, 2, 2, 128, torch.bfloat16))
+    layout = SequenceLayout(length, document_starts=starts_at(length, (0, 5000, 9000)))
+
+    def step() -> None:
+        causal_attention(q, k, v, layout, 128**-0.5, None).float().sum().backward()
+
+    step()
+    assert peak_bytes(step) < 400 * 2**20
