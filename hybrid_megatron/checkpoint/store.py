@@ -78,7 +78,7 @@ class CheckpointStore:
 def read_progress(checkpoint: Path) -> Progress:
     try:
         progress = Progress(**json.loads((checkpoint / MARKER).read_text()))
-        if not all(isinstance(getattr(progress, name), kind) for name, kind in (("step", int), ("tokens", int), ("layout", dict), ("data", str))):
+        if [type(value) for value in asdict(progress).values()] != [int, int, dict, str]:
             raise ValueError("a value is of the wrong type")
         return progress
     except (OSError, ValueError, TypeError) as error:

@@ -54,7 +54,9 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
         try:
             np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"data.{split}={prefix}: the index map {path} is damaged ({error}); remove it and run build-cache again") from None
+            raise DataError(
+                f"data.{split}={prefix}: the index map {path} is damaged ({error}); remove it and run build-cache again"
+            ) from None
     if len(named) < 1:
         raise DataError(f"data.{split}={prefix}: it holds fewer tokens than one sample of train.context={config.train.context}")
     return Dataset(prefix, named, fingerprint)

@@ -236,7 +236,8 @@ def _diverged(trainer: Trainer, accounts: Accounts, store: CheckpointStore, done
     newest = store.newest()
     resume = f"the newest good checkpoint is {newest.name}" if newest else "there is no earlier checkpoint"
     try:
-        kept = f"The parameters after {done} steps are in {_save(trainer, accounts, store, None, done, name=f'diverged_{done:08d}')}; {resume}"
+        path = _save(trainer, accounts, store, None, done, name=f"diverged_{done:08d}")
+        kept = f"The parameters after {done} step{'s' if done != 1 else ''} are in {path}; {resume}"
     except CheckpointError as error:
         kept = str(error)
     return RunError(

@@ -78,8 +78,14 @@ def _start_wandb(config: RunConfig, folder: RunFolder):
     settings = wandb.Settings(silent=True, console="off")
     try:
         run = wandb.init(
-            project=config.tracking.project, name=folder.path.name, id=folder.run_id, resume="allow", dir=str(folder.path), mode=mode, settings=settings
-        )  # fmt: skip
+            project=config.tracking.project,
+            name=folder.path.name,
+            id=folder.run_id,
+            resume="allow",
+            dir=str(folder.path),
+            mode=mode,
+            settings=settings,
+        )
         run.define_metric("*", step_metric="step")
         return run
     except Exception as error:  # no network, no permission, a full disk: none of them is a reason not to train

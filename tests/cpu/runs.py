@@ -89,7 +89,8 @@ def _signal_in_step(stop: tuple[int, int, str] | None) -> Iterator[None]:
 
     def train_step(config, model, optimizer, stream, step, state):
         if stop is not None and (step + 1, state.rank) == stop[:2]:
-            signal.raise_signal(signal.Signals[stop[2]])
+            for _ in range(2):  # as Ctrl-C under torchrun does: from the terminal, and from torchrun
+                signal.raise_signal(signal.Signals[stop[2]])
         return plain(config, model, optimizer, stream, step, state)
 
     with unittest.mock.patch.object(loop, "train_step", train_step):

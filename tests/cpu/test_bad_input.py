@@ -16,9 +16,9 @@ from tests.cpu.tiny import tiny_words
 
 @pytest.fixture(scope="module")
 def finished_half(ranks, tiny_data, tmp_path_factory) -> tuple[Path, list[str]]:
-    """A run stopped after step 8, with checkpoints after steps 5 and 8, and its words without `run_dir`."""
+    """A run of twelve steps stopped after step 8, with checkpoints after steps 5 and 8, and its words without `run_dir`."""
     run = tmp_path_factory.mktemp("half") / "run"
-    words = tiny_words(tiny_data, "checkpoint.interval_steps=5")
+    words = tiny_words(tiny_data, "checkpoint.interval_steps=5", "train.tokens=6144")
     assert train(ranks, 1, [*words, f"run_dir={run}"], stop=(8, 0, "SIGTERM")).code == 143
     assert checkpoints(run) == ["step_00000005", "step_00000008"]
     return run, words
@@ -164,8 +164,8 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("case", CHECKPOINTS)
-@pytest.mark.parametrize("size", [1, 2])
+# On two ranks where one of them finds it, or rank 0 reads alone.
+@pytest.mark.parametrize("size, case", [(1, case) for case in CHECKPOINTS] + [(2, "bit flip"), (2, "metadata"), (2, "no hashes")])
 def test_damaged_checkpoint(ranks, half_run, case, size):
     run, words = half_run
     damage, sentence = CHECKPOINTS[case]
@@ -178,7 +178,7 @@ def test_damaged_checkpoint(ranks, half_run, case, size):
     if case == "bit flip":  # and doing as the sentence says helps
         (run / "checkpoints/step_00000008").rename(run.parent / "away")
         assert "resumed    step_00000005" in train(ranks, size, words).out
-        assert len(computed(run)) == 20
+        assert len(computed(run)) == 12
 
 
 CHANGES = {
@@ -208,7 +208,7 @@ def test_run_folder_resumed_with_other_settings(ranks, half_run, what):
 def test_what_may_change_does(ranks, half_run):
     run, words = half_run
     ended = train(ranks, 2, [*words, "train.micro_batch=1", "checkpoint.keep_last=1", "validation.samples=3", "tracking.log_interval=1"])
-    assert ended.code == 0 and checkpoints(run) == ["step_00000020"]
+    assert ended.code == 0 and checkpoints(run) == ["step_00000012"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -225,7 +225,7 @@ def test_dataset_that_moved_is_the_same(ranks, half_run, data):
     """Datasets are known by what they hold."""
     run, words = half_run
     assert train(ranks, 1, [*words, f"data.train={data / 'train'}", f"data.valid={data / 'valid'}"]).code == 0
-    assert len(computed(run)) == 20
+    assert len(computed(run)) == 12
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -238,8 +238,9 @@ def test_two_runs_in_one_folder(ranks, half_run, size):
     finally:
         holder.close()
     assert said.startswith(f"run_dir={run}: another process is training in this folder")
-    assert snapshot(run).keys() == before.keys()
-    assert train(ranks, size, words).code == 0
+    assert snapshot(run) == before
+    if size == 1:
+        assert train(ranks, size, words).code == 0, "once it is free"
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -248,7 +249,7 @@ def test_loss_that_is_not_a_number(ranks, tiny_data, tmp_path, size):
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "optimizer.peak_lr=1e30", "schedule.warmup_tokens=0", "validation.interval_steps=100")
     said = refused(ranks, words, size)
-    assert said.startswith("step 2: the loss is nan; the run stops. The parameters after 1 steps are in ")
+    assert said.startswith("step 2: the loss is nan; the run stops. The parameters after 1 step are in ")
     assert "there is no earlier checkpoint" in said and "A lower optimizer.peak_lr" in said
     assert checkpoints(run) == ["diverged_00000001"]
     assert any(name.endswith("embedding.word_embeddings.weight") for name in tensors(run / "checkpoints/diverged_00000001"))

@@ -85,7 +85,13 @@ def true_validation_loss(ranks, tiny_data) -> float:
 
 @pytest.mark.parametrize(
     "size, layout",
-    [(1, ["train.micro_batch=1"]), (1, ["train.micro_batch=8"]), (2, ["train.micro_batch=2"]), (2, ["parallel.pipeline=2"]), (4, ["parallel.context=2"])],
+    [
+        (1, ["train.micro_batch=1"]),
+        (1, ["train.micro_batch=8"]),
+        (2, ["train.micro_batch=2"]),
+        (2, ["parallel.pipeline=2"]),
+        pytest.param(4, ["parallel.context=2"], marks=pytest.mark.slow),
+    ],
 )
 def test_validation_measures_the_same_samples_under_every_layout(ranks, tiny_data, true_validation_loss, size, layout):
     """Nine samples: no micro-batch and no number of ranks divides them."""
