@@ -21,8 +21,8 @@ quickstart: setup ## train a small hybrid model here and now
 test: setup ## the tests that fit a few minutes on two cores
 	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -m "not slow" -q
 
-test-all: setup ## every test that needs no GPU
-	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -q
+test-all: setup ## every test that needs no GPU; rewrites the table tests/parity.md
+	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -q
 
 test-gpu: setup ## the tests that need a GPU
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: test-gpu needs a CUDA device, and torch sees none here")'

@@ -1,9 +1,11 @@
 """What CPU tests share: living ranks, a tiny dataset, a tiny recipe."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.cpu.parity_table import ParityTable
 from tests.cpu.ranks import Ranks
 from tests.cpu.tiny import make_tiny_data
 
@@ -14,6 +16,15 @@ def ranks():
     group = Ranks(4)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="session")
+def parity_table():
+    """What the parity tests measure; written as Markdown to the file that PARITY_TABLE names, if it is set."""
+    table = ParityTable()
+    yield table
+    if path := os.environ.get("PARITY_TABLE"):
+        Path(path).write_text(table.markdown())
 
 
 @pytest.fixture(scope="session")

@@ -46,28 +46,30 @@ def one_process(ranks, tiny_data):
     return results
 
 
-def check_gradients(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
-    """Relative to each parameter's own gradient, with a floor for those whose gradient is all but zero."""
+def check_gradients(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> float:
+    """Relative to each parameter's own gradient, with a floor for those whose gradient is all but zero. Returns the largest error."""
     assert gradients.keys() == expected.keys()
     floor = 1e-4 * max(float(g.norm()) for g in expected.values())
     errors = {name: float((gradients[name] - g).norm()) / max(float(g.norm()), floor) for name, g in expected.items()}
     worst = max(errors, key=errors.get)
     assert errors[worst] <= bound, f"{worst}: {errors[worst]:.2e}"
+    return errors[worst]
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_one_process_computes_the_definition(one_process, tiny_data, mask):
+def test_one_process_computes_the_definition(one_process, tiny_data, parity_table, mask):
     loss, parameters, gradients = one_process[mask]
     config = tiny_config(tiny_data, "run_dir=unused", *MASKS[mask])
     samples = first_batch(config)
     weights = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-    expected = reference_loss(config, weights, *samples)
-    expected.backward()
-    assert abs(loss - float(expected)) <= 1e-5
-    tokens = config.train.batch_tokens
-    check_gradients({name: g for name, g in gradients.items()}, {name: w.grad for name, w in weights.items()}, 1e-4)
-    assert abs(float(expected) - math.log(config.model.vocab_size)) < 0.2, "an untrained model knows next to nothing"
-    assert samples[0].numel() == tokens
+    mean = reference_loss(config, weights, *samples)
+    mean.backward()
+    expected = mean.item()
+    assert abs(loss - expected) <= 1e-5
+    worst = check_gradients(gradients, {name: w.grad for name, w in weights.items()}, 1e-4)
+    parity_table.note("one process against float64", mask, abs(loss - expected), worst)
+    assert abs(expected - math.log(config.model.vocab_size)) < 0.2, "an untrained model knows next to nothing"
+    assert samples[0].numel() == config.train.batch_tokens
 
 
 def first_batch(config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -80,29 +82,30 @@ def first_batch(config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None
     return tokens, targets, starts
 
 
-def check_layout(ranks, tiny_data, one_process, layout: tuple[int, list[str]], mask: str) -> None:
-    size, overrides = layout
+def check_layout(ranks, tiny_data, one_process, parity_table, name: str, mask: str) -> None:
+    size, overrides = (LAYOUTS | LAYOUTS_MORE)[name]
     answers = ranks.run(size, cells.loss_and_gradients, tiny_words(tiny_data, "run_dir=unused", *overrides, *MASKS[mask]))
     loss, parameters, gradients = one_process[mask]
-    for other_loss, _, _ in answers:
-        assert abs(other_loss - loss) <= 1e-5
+    difference = max(abs(other - loss) for other, _, _ in answers)
+    assert difference <= 1e-5
     first = cells.assemble([shards for _, shards, _ in answers])
     assert first.keys() == parameters.keys()
     assert all(torch.equal(first[name], parameters[name]) for name in parameters), "the first parameters depend on the layout"
-    check_gradients(cells.assemble([shards for _, _, shards in answers]), gradients, 1e-4)
+    worst = check_gradients(cells.assemble([shards for _, _, shards in answers]), gradients, 1e-4)
+    parity_table.note(f"{name} ({size} processes)", mask, difference, worst)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_has_the_same_parameters_loss_and_gradients(ranks, tiny_data, one_process, layout, mask):
-    check_layout(ranks, tiny_data, one_process, LAYOUTS[layout], mask)
+def test_layout_has_the_same_parameters_loss_and_gradients(ranks, tiny_data, one_process, parity_table, layout, mask):
+    check_layout(ranks, tiny_data, one_process, parity_table, layout, mask)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS_MORE)
-def test_further_layout_has_the_same_parameters_loss_and_gradients(ranks, tiny_data, one_process, layout, mask):
-    check_layout(ranks, tiny_data, one_process, LAYOUTS_MORE[layout], mask)
+def test_further_layout_has_the_same_parameters_loss_and_gradients(ranks, tiny_data, one_process, parity_table, layout, mask):
+    check_layout(ranks, tiny_data, one_process, parity_table, layout, mask)
 
 
 def test_layouts_cut_every_token_once():
@@ -119,7 +122,7 @@ def one_process_training(ranks, tiny_data, tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("layout", [name for name, (size, _) in LAYOUTS.items() if size == 2] + ["tensor 2, pipeline 2"])
-def test_layout_trains_the_same(ranks, tiny_data, tmp_path: Path, one_process_training, layout):
+def test_layout_trains_the_same(ranks, tiny_data, tmp_path: Path, one_process_training, parity_table, layout):
     """Twenty steps with the distributed optimizer: losses, gradient norms and validation."""
     size, overrides = LAYOUTS[layout]
     metrics = ranks.run(size, cells.losses, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", *overrides))[0]
@@ -128,4 +131,6 @@ def test_layout_trains_the_same(ranks, tiny_data, tmp_path: Path, one_process_tr
         assert abs(mine["loss"] - theirs["loss"]) <= 1e-5, mine["step"]
         assert abs(mine["grad_norm"] - theirs["grad_norm"]) <= 1e-4 * theirs["grad_norm"], mine["step"]
     assert abs(metrics[-1]["validation_loss"] - one_process_training[-1]["validation_loss"]) <= 1e-5
+    difference = max(abs(mine["loss"] - theirs["loss"]) for mine, theirs in zip(metrics, one_process_training))
+    parity_table.note(f"{layout} ({size} processes)", "20 steps", difference, None)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3, "it learns"
