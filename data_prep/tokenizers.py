@@ -16,9 +16,7 @@ from typing import Any
 
 from hybrid_megatron.errors import DataError
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_RANKS, LLAMA3_VOCAB, LLAMA3_BOS, LLAMA3_EOS = 128_000, 128_256, 128_000, 128_001
 LLAMA3_PACKAGE, LLAMA3_FILE = "llama-models", "llama_models/llama3/tokenizer.model"
 # Llama's own encoder cuts such runs too: the regular expression underneath overflows its stack on a long one.

@@ -13,7 +13,9 @@ def main(words: list[str]) -> None:
     if not words or words[0] not in COMMANDS:
         asked = words and words[0] not in ("-h", "--help")
         text = "usage: python -m launch COMMAND ...\n\n" + "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
-        print(f"error: launch has no command {words[0]!r}\n\n{text}" if asked else text, file=sys.stderr if asked or not words else sys.stdout)
+        print(
+            f"error: launch has no command {words[0]!r}\n\n{text}" if asked else text, file=sys.stderr if asked or not words else sys.stdout
+        )
         raise SystemExit(2 if asked or not words else 0)
     importlib.import_module(f"launch.{words[0]}").main(words[1:])
 

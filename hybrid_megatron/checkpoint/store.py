@@ -1,7 +1,7 @@
 """The folder `checkpoints/` of a run: which checkpoints are complete, which is the newest, which may go.
 
-A checkpoint is written into `step_XXXXXXXX.partial` and renamed to `step_XXXXXXXX` when all of it, `complete.json` last, is on disk. So what
-has the final name is whole, whenever the process was killed; what has another name is left over and is removed.
+A checkpoint is written into `step_XXXXXXXX.partial` and renamed to `step_XXXXXXXX` when all of it, `complete.json` last, is on disk. So
+what has the final name is whole, whenever the process was killed; what has another name is left over and is removed.
 """
 
 import json

@@ -24,9 +24,9 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 def _positive(config: RunConfig) -> Iterator[str]:
     may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2"}
-    sections = [("", config)] + [(name, getattr(config, name)) for name in
-                                 ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")]  # fmt: skip
-    sections += [("model.attention", config.model.attention)]
+    names = ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")
+    sections = [("", config), ("model.attention", config.model.attention)]
+    sections += [(name, getattr(config, name)) for name in names]
     sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]
     for section, values in sections:
         for field in fields(values):
@@ -119,8 +119,8 @@ def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     model_ranks = parallel.tensor * parallel.context * parallel.pipeline
     if world_size % model_ranks:
         yield (
-            f"parallel: tensor * context * pipeline = {parallel.tensor} * {parallel.context} * {parallel.pipeline} = {model_ranks} must divide "
-            f"the {world_size} process{'es' if world_size > 1 else ''} of this run; start a multiple of {model_ranks} with "
+            f"parallel: tensor * context * pipeline = {parallel.tensor} * {parallel.context} * {parallel.pipeline} = {model_ranks} "
+            f"must divide the {world_size} process{'es' if world_size > 1 else ''} of this run; start a multiple of {model_ranks} with "
             f"torchrun --nproc-per-node, or lower one of them"
         )
         return
@@ -130,6 +130,6 @@ def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     data = world_size // model_ranks
     if config.batch_samples % (train.micro_batch * data):
         yield (
-            f"train.batch_tokens={train.batch_tokens}: it holds {config.batch_samples} samples of {train.context}, which must be a multiple of "
-            f"train.micro_batch * data-parallel ranks = {train.micro_batch} * {data}; use another train.micro_batch or batch"
+            f"train.batch_tokens={train.batch_tokens}: it holds {config.batch_samples} samples of {train.context}, which must be a "
+            f"multiple of train.micro_batch * data-parallel ranks = {train.micro_batch} * {data}; use another train.micro_batch or batch"
         )

@@ -130,7 +130,9 @@ def _check_files(config: RunConfig, split: str, prefix: Path) -> str:
     key = f"data.{split}={prefix}"
     for suffix in (".bin", ".idx"):
         if not prefix.with_name(prefix.name + suffix).is_file():
-            raise DataError(f"{key}: {prefix}{suffix} does not exist; make the dataset with python -m data_prep tokenize, or correct the path")
+            raise DataError(
+                f"{key}: {prefix}{suffix} does not exist; make the dataset with python -m data_prep tokenize, or correct the path"
+            )
     bin_file, idx_file = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
     try:
         held = _bytes_described(idx_file)

@@ -1,4 +1,4 @@
-"""The language model: embedding, TransformerBlock over the layer plan, output layer with its loss; one pipeline stage of it on each rank."""
+"""The language model: embedding, TransformerBlock over the layer plan, output layer with its loss; one pipeline stage a rank."""
 
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class HybridModel(MegatronModule):
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, tokens: Tensor, targets: Tensor, token_weights: Tensor, layout: SequenceLayout) -> Tensor | TokenLoss:
-        """tokens, targets, token_weights [b, s], s the local length. Returns hidden states [s, b, h] before the last stage, TokenLoss on it."""
+        """tokens, targets, token_weights [b, s], s the local length. Returns hidden states [s, b, h], or TokenLoss on the last stage."""
         embedded = self.embedding(tokens, position_ids=None) if self.pre_process else None
         hidden = self.decoder(embedded, attention_mask=None, packed_seq_params=layout)
         return self.output_layer(hidden, targets, token_weights) if self.post_process else hidden

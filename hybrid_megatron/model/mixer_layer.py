@@ -1,4 +1,4 @@
-"""The token-mixing half of a layer: one input projection, the mixer, one output projection. Stands as `self_attention` in TransformerLayer."""
+"""The token-mixing half of a layer: input projection, mixer, output projection. Stands as `self_attention` in TransformerLayer."""
 
 from torch import Tensor
 
@@ -29,7 +29,9 @@ class MixerLayer(MegatronModule):
             model.hidden_size, units * sum(self.rows.values()), gather_output=False, skip_bias_add=False, **shared
         )
         self.mixer = kind(config, model, layer, pg_collection)
-        self.out_proj = RowParallelLinear(units * kind.columns(model), model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared)
+        self.out_proj = RowParallelLinear(
+            units * kind.columns(model), model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared
+        )
         self.groups = pg_collection
 
     def forward(self, hidden: Tensor, attention_mask=None, *, packed_seq_params: SequenceLayout, **_unused) -> tuple[Tensor, None]:
@@ -52,7 +54,5 @@ class MixerLayer(MegatronModule):
             own, f"{prefix}mixer.", split, sharded_offsets, tp_group=self.groups.tp, dp_cp_group=metadata["dp_cp_group"]
         )
         for name in ("in_proj", "out_proj"):
-            state |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.groups.tp
-            )
+            state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.groups.tp)
         return state

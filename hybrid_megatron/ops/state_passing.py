@@ -1,9 +1,9 @@
 """Linear recurrences over context ranks: each rank runs its own chunks, and only states travel.
 
-A chunk's effect on the state is affine: S_out = M S_in + U. Every rank computes (M, U) of its chunks from a zero state, one all-gather makes
-all of them known, and each rank folds those before its chunks, in sequence order, into the states that its chunks start from. The bytes
-sent do not depend on the length, and heads need not divide by the number of ranks. The gather is differentiable, so the backward pass
-(dS_in = M^T dS_out, summed over the ranks that used a summary) follows by itself.
+A chunk's effect on the state is affine: S_out = M S_in + U. Every rank computes (M, U) of its chunks from a zero state, one all-gather
+makes all of them known, and each rank folds those before its chunks, in sequence order, into the states that its chunks start from. The
+bytes sent do not depend on the length, and heads need not divide by the number of ranks. The gather is differentiable, so the backward
+pass (dS_in = M^T dS_out, summed over the ranks that used a summary) follows by itself.
 """
 
 import torch

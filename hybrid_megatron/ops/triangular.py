@@ -10,10 +10,10 @@ BLOCK = 16
 
 
 def inverse_unit_lower(strict: Tensor) -> Tensor:
-    """(I + tril(strict, -1))^-1 for strict [..., c, c], c a power of two times 16 or at most 16; entries on or above the diagonal are ignored.
+    """(I + tril(strict, -1))^-1 for strict [..., c, c], c at most 16 or 16 times a power of two; the diagonal and above are ignored.
 
-    Blocks of 16 by forward substitution, row after row, then doubled: with D and E the inverses of the diagonal blocks and B the block below
-    them, the inverse is [[D, 0], [-E B D, E]]. As stable as substitution; powers of the matrix, which also need only products, are not.
+    Blocks of 16 by forward substitution, row after row, then doubled: with D and E the inverses of the diagonal blocks and B the block
+    below them, the inverse is [[D, 0], [-E B D, E]]. As stable as substitution; powers of the matrix, also products alone, are not.
     """
     return _InverseUnitLower.apply(strict)
 

@@ -23,7 +23,18 @@ from hybrid_megatron.platform.device import (
 )
 from hybrid_megatron.platform.quiet import silence_megatron
 
-__all__ = ["backend", "device", "device_name", "is_cuda", "kernel_pair_problem", "peak_flops", "peak_memory_gib", "reset_peak_memory", "select_device", "synchronize"]
+__all__ = [
+    "backend",
+    "device",
+    "device_name",
+    "is_cuda",
+    "kernel_pair_problem",
+    "peak_flops",
+    "peak_memory_gib",
+    "reset_peak_memory",
+    "select_device",
+    "synchronize",
+]
 
 silence_megatron()
 cpu_backend.install()

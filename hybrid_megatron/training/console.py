@@ -39,7 +39,9 @@ class Console:
         )
         if platform.is_cuda() and any(MIXERS[layer.mixer].needs_fla for layer in plan_layers(config)):
             self.say("kernels    the first step tunes Triton kernels that this machine has not run yet: up to a few minutes, once")
-        self.say(f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up")
+        self.say(
+            f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up"
+        )
 
     def resumed(self, checkpoint: Path, progress: Progress) -> None:
         self.say(f"resumed    {checkpoint.name} ({progress.tokens:,} tokens), written by layout {_sizes(progress.layout)}")

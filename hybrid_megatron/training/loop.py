@@ -197,8 +197,8 @@ def _newest_of(store: CheckpointStore, data: Dataset) -> tuple[Path, Progress] |
     progress = read_progress(newest)
     if progress.data != data.fingerprint:
         raise CheckpointError(
-            f"data.train={data.prefix}: {newest} was trained on other data (fingerprint {progress.data[:12]}, this is {data.fingerprint[:12]}); "
-            "resume with the same dataset, or give another run_dir"
+            f"data.train={data.prefix}: {newest} was trained on other data (fingerprint {progress.data[:12]}, "
+            f"this is {data.fingerprint[:12]}); resume with the same dataset, or give another run_dir"
         )
     return newest, progress
 
@@ -213,7 +213,9 @@ def _resume(trainer: Trainer, store: CheckpointStore, console: Console) -> int:
     return progress.step
 
 
-def _save(trainer: Trainer, accounts: Accounts, store: CheckpointStore, folder: RunFolder | None, done: int, name: str | None = None) -> Path:
+def _save(
+    trainer: Trainer, accounts: Accounts, store: CheckpointStore, folder: RunFolder | None, done: int, name: str | None = None
+) -> Path:
     config = trainer.config
     began = time.perf_counter()
     path = save_checkpoint(

@@ -1,9 +1,9 @@
 """The folder of one run: who holds it, its config, its id, its events.
 
-    config.yaml    the resolved recipe              checkpoints/   step_XXXXXXXX/, see checkpoint/
-    metrics.jsonl  one line a step                  wandb/         wandb's own files
-    events.jsonl   starts, saves, stops, ...        loss.png       training and validation loss
-    RUN_ID         the wandb run id
+config.yaml    the resolved recipe              checkpoints/   step_XXXXXXXX/, see checkpoint/
+metrics.jsonl  one line a step                  wandb/         wandb's own files
+events.jsonl   starts, saves, stops, ...        loss.png       training and validation loss
+RUN_ID         the wandb run id
 """
 
 import contextlib

@@ -70,7 +70,9 @@ def _start_wandb(config: RunConfig, folder: RunFolder):
     try:
         import wandb
     except ImportError:
-        warnings.warn("wandb is not installed, so this run is not mirrored there; metrics.jsonl has everything (tracking.wandb=disabled says so)")
+        warnings.warn(
+            "wandb is not installed, so this run is not mirrored there; metrics.jsonl has everything (tracking.wandb=disabled says so)"
+        )
         return None
     mode = config.tracking.wandb
     if mode == "auto":

@@ -16,9 +16,9 @@ class ParityTable:
     def markdown(self) -> str:
         cases = ("whole samples", "documents")
         lines = [
-            f"Measured {time.strftime('%Y-%m-%d')} with torch {torch.__version__.split('+')[0]} on CPUs over gloo, float32; tiny model of two GDN "
-            "and two attention layers (tests/cpu/tiny.py). One step: difference of the loss in nats / largest relative difference of any "
-            "parameter's gradient. Twenty steps with the distributed optimizer: largest difference of a loss.",
+            f"Measured {time.strftime('%Y-%m-%d')} with torch {torch.__version__.split('+')[0]} on CPUs over gloo, float32; tiny model of "
+            "two GDN and two attention layers (tests/cpu/tiny.py). One step: difference of the loss in nats / largest relative difference "
+            "of any parameter's gradient. Twenty steps with the distributed optimizer: largest difference of a loss.",
             "",
             "| layout against one process | one step | one step, documents masked | twenty steps |",
             "| --- | ---: | ---: | ---: |",

@@ -124,10 +124,10 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path):
     program = f"""
 import sys
 from data_prep.cli import main
-source = ["--source", "text", "--split-on", "===\\n", "--input", r"{tmp_path / 'a.txt'}"]
-assert main(["train-tokenizer", *source, "--vocab-size", "300", "--output", r"{tmp_path / 't.model'}"]) == 0
-assert main(["tokenize", *source, "--tokenizer", r"{tmp_path / 't.model'}", "--output", r"{tmp_path}", "--workers", "1"]) == 0
-assert main(["split", "--input", r"{tmp_path / 'documents'}", "--output", r"{tmp_path}", "--valid-fraction", "0.3"]) == 0
+source = ["--source", "text", "--split-on", "===\\n", "--input", r"{tmp_path / "a.txt"}"]
+assert main(["train-tokenizer", *source, "--vocab-size", "300", "--output", r"{tmp_path / "t.model"}"]) == 0
+assert main(["tokenize", *source, "--tokenizer", r"{tmp_path / "t.model"}", "--output", r"{tmp_path}", "--workers", "1"]) == 0
+assert main(["split", "--input", r"{tmp_path / "documents"}", "--output", r"{tmp_path}", "--valid-fraction", "0.3"]) == 0
 import data_prep.tokenizers, data_prep.build_cache, data_prep.fetch_sample
 print(sorted({{"torch", "transformers", "megatron"}} & set(sys.modules)))
 """

@@ -55,9 +55,7 @@ FORMS = {
     "recurrent": lambda q, k, v, g, beta, state, starts: recurrent(
         q, k, v, g, beta, scale=SCALE, initial_state=state, document_starts=starts
     ),
-    "chunked": lambda q, k, v, g, beta, state, starts: chunked(
-        q, k, v, g, beta, scale=SCALE, initial_state=state, document_starts=starts
-    ),
+    "chunked": lambda q, k, v, g, beta, state, starts: chunked(q, k, v, g, beta, scale=SCALE, initial_state=state, document_starts=starts),
     "chunks of 16": lambda q, k, v, g, beta, state, starts: chunked(
         q, k, v, g, beta, scale=SCALE, initial_state=state, document_starts=starts, chunk=16
     ),

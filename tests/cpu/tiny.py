@@ -1,4 +1,4 @@
-"""A tiny model and tiny data with the shape of the real ones: every mixer, several documents a sample, small enough for milliseconds a step."""
+"""A tiny model and tiny data with the shape of the real ones: every mixer, several documents a sample, milliseconds a step."""
 
 from pathlib import Path
 

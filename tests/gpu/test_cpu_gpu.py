@@ -61,7 +61,7 @@ def words(tmp_path_factory) -> Callable[..., list[str]]:
 def runs(words, tmp_path_factory) -> dict[str, Path]:
     """Finished float32 run folders by name."""
     logs = tmp_path_factory.mktemp("logs")
-    cpu = start([words("cpu"), words("cpu_mask", MASK)], logs / "cpu", CUDA_VISIBLE_DEVICES="")
+    cpu = start([words("cpu"), words("cpu_mask", MASK)], logs / "cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="2")
     ieee = start([words("ieee"), words("ieee_mask", MASK)], logs / "ieee", TRITON_F32_DEFAULT="ieee")
     try:
         assert not torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() == "highest"
