@@ -27,7 +27,7 @@ LAYOUTS = {
 
 def first_losses(run_dir: Path, processes: int, overrides: list[str], steps: int) -> list[float]:
     """Losses of the first `steps` steps; the run is ended when they are logged."""
-    start = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    start = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = ["recipes/quickstart.yaml", f"run_dir={run_dir}", "tracking.wandb=disabled", "validation.interval_steps=1000000", *overrides]
     run = subprocess.Popen(
         [sys.executable, *start, "-m", "launch", "train", *words],
