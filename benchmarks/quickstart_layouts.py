@@ -29,16 +29,19 @@ def first_losses(run_dir: Path, processes: int, overrides: list[str], steps: int
     """Losses of the first `steps` steps; the run is ended when they are logged."""
     start = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = ["recipes/quickstart.yaml", f"run_dir={run_dir}", "tracking.wandb=disabled", "validation.interval_steps=1000000", *overrides]
-    run = subprocess.Popen(
-        [sys.executable, *start, "-m", "launch", "train", *words],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
+    log = run_dir.with_suffix(".log")  # torchrun reports at length when it is ended
+    with open(log, "w") as file:
+        run = subprocess.Popen(
+            [sys.executable, *start, "-m", "launch", "train", *words],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
     metrics, lines = run_dir / "metrics.jsonl", []
     while len(lines) < steps:
         if run.poll() is not None:
-            raise SystemExit(f"error: {' '.join(words)} ended with code {run.returncode} after {len(lines)} steps")
+            raise SystemExit(f"{log.read_text()}\nerror: {' '.join(words)} ended with code {run.returncode} after {len(lines)} steps")
         time.sleep(0.2)
         lines = metrics.read_text().splitlines() if metrics.is_file() else []
     run.terminate()
