@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def build_cache(words: list[str]) -> list[Path]:
-    """Build the caches of the recipe that `words` (a recipe and `a.b=c` overrides) describe; returns the files. Imports torch."""
+    """Build the caches of the recipe that `words` (a recipe and `a.b=c` overrides) describe; returns their folders. Imports torch."""
     from hybrid_megatron.config import load_recipe
     from hybrid_megatron.data import build_index_caches
 

@@ -173,7 +173,5 @@ def _dataset_parts(manifest: "Manifest") -> list[str]:
 def _build_cache(options: argparse.Namespace) -> None:
     from data_prep.build_cache import build_cache
 
-    files = build_cache([options.recipe, *options.overrides])
-    for file in files:
-        print(file)
-    print(f"{len(files)} index files built")
+    for folder in dict.fromkeys(build_cache([options.recipe, *options.overrides])):
+        print(f"{folder}: index maps are there")

@@ -5,9 +5,15 @@ code 2 (`exit_with_code_2`). Broken invariants of our own code are assertions in
 """
 
 import contextlib
+import os
 import sys
+import time
 import warnings
 from pathlib import Path
+
+
+_FIRST_WORD_SECONDS = 3.0
+"""How long a silent process waits before it ends: torchrun ends all others with the first, and the one that speaks must come before."""
 
 
 class UserError(Exception):
@@ -44,6 +50,8 @@ def exit_with_code_2(speaks: bool = True):
         if speaks:
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(_FIRST_WORD_SECONDS)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if speaks:

@@ -2,6 +2,7 @@
 
 RECIPE is a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k. Alone it runs on one device; with
 `torchrun --nproc-per-node N -m launch train ...` on N. The same command resumes an interrupted run.
+Every setting, its unit and meaning: hybrid_megatron/config/schema.py; their values: recipes/.
 """
 
 import os
@@ -13,7 +14,7 @@ from hybrid_megatron.errors import exit_with_code_2
 
 
 def main(words: list[str]) -> None:
-    if not words or words[0] in ("-h", "--help"):
+    if not words or {"-h", "--help"} & set(words):
         print(__doc__.strip())
         raise SystemExit(0 if words else 2)
     with exit_with_code_2(speaks=os.environ.get("RANK", "0") == "0"):

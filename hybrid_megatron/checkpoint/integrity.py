@@ -23,8 +23,8 @@ def write_hashes(folder: Path, shares: list[dict[str, str]]) -> None:
     (folder / HASHES).write_text(json.dumps({"algorithm": _ALGORITHM, "files": dict(sorted(files.items()))}, indent=2) + "\n")
 
 
-def check_hashes(checkpoint: Path, state: ParallelState) -> None:
-    """Raise CheckpointError on the rank that finds a file missing or changed; for use within `state.together`."""
+def check_hashes(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Check share `rank` of `ranks` of the files; raise CheckpointError if one is missing or changed."""
     file = checkpoint / HASHES
     try:
         written = json.loads(file.read_text())
@@ -33,7 +33,7 @@ def check_hashes(checkpoint: Path, state: ParallelState) -> None:
             raise ValueError(f"the algorithm is {written['algorithm']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not readable ({_said(error)}); {way_out(checkpoint)}") from None
-    for name, digest in files[state.rank :: state.world_size]:
+    for name, digest in files[rank::ranks]:
         if Path(name).name != name:
             raise CheckpointError(f"{file}: it names {name!r}, which is no file of this checkpoint; {way_out(checkpoint)}")
         try:

@@ -67,7 +67,7 @@ def load_checkpoint(checkpoint: Path, model: DistributedDataParallel, optimizer:
     """Restore model, optimizer and, under the layout that wrote it, random states; collective. Raises CheckpointError."""
     with state.together():
         progress = read_progress(checkpoint)
-        check_hashes(checkpoint, state)
+        check_hashes(checkpoint, state.rank, state.world_size)
     content = _content(model, optimizer, state, loading=True)
     same_layout = progress.layout == state.layout
     if not same_layout:

@@ -162,7 +162,12 @@ def _type_problems(value, expected, where: str, key: str = "") -> list[str]:
         float: isinstance(value, (int, float)) and not isinstance(value, bool),
         str: isinstance(value, str),
     }[expected]
-    words = {bool: "true or false", int: "a whole number, written without quotes", float: "a number, written without quotes", str: "a text"}
+    words = {
+        bool: "true or false",
+        int: "a whole number, written without quotes",
+        float: "a number, written without quotes",
+        str: "a text (YAML takes on, off, yes and no for true and false, and digits for a number; put quotes around it)",
+    }
     return [] if fits else [f"{said}: this must be {words[expected]}"]
 
 

@@ -57,8 +57,7 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
             raise DataError(
                 f"data.{split}={prefix}: the index map {path} is damaged ({error}); remove it and run build-cache again"
             ) from None
-    if len(named) < 1:
-        raise DataError(f"data.{split}={prefix}: it holds fewer tokens than one sample of train.context={config.train.context}")
+    _check_enough(config, split, prefix, named)
     return Dataset(prefix, named, fingerprint)
 
 
@@ -72,8 +71,10 @@ def build_index_caches(config: RunConfig) -> list[Path]:
         fingerprint = _check_files(config, split, prefix)
         cache = _cache_dir(config, prefix)
         try:
+            named = _gpt_dataset(config, prefix, fingerprint, cache, deferred=True)
+            _check_enough(config, split, prefix, named)
             cache.mkdir(parents=True, exist_ok=True)
-            if not all(path.is_file() for path in _map_files(_gpt_dataset(config, prefix, fingerprint, cache, deferred=True))):
+            if not all(path.is_file() for path in _map_files(named)):
                 with TemporaryDirectory(dir=cache, prefix=".making-") as making:  # moved when whole: a killed build leaves no half map
                     _gpt_dataset(config, prefix, fingerprint, Path(making), deferred=False)
                     for file in Path(making).iterdir():
@@ -90,6 +91,16 @@ def _prefix(config: RunConfig, split: str) -> Path:
 
 def _cache_dir(config: RunConfig, prefix: Path) -> Path:
     return Path(config.data.cache_dir) if config.data.cache_dir else prefix.parent / "cache"
+
+
+def _check_enough(config: RunConfig, split: str, prefix: Path, dataset: GPTDataset) -> None:
+    """megatron-core also needs the token after a sample's last."""
+    if len(dataset) < 1:
+        held = int(dataset.dataset.sequence_lengths.sum(dtype=np.int64))
+        raise DataError(
+            f"data.{split}={prefix}: it holds {held:,} tokens, fewer than the {config.train.context + 1:,} of one sample of "
+            f"train.context={config.train.context}; lower train.context or add documents"
+        )
 
 
 def _map_files(dataset: GPTDataset) -> list[Path]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_megatron import platform
+from hybrid_megatron.checkpoint.integrity import check_hashes
 from hybrid_megatron.checkpoint.save_load import checkpoint_bytes, load_checkpoint, save_checkpoint
 from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, read_progress
 from hybrid_megatron.config.megatron import parameter_dtype
@@ -60,12 +61,17 @@ def train(config: RunConfig) -> Outcome:
     check_same_run(config)
     train_data = open_dataset(config, "train")
     valid_data = open_dataset(config, "valid") if config.data.valid is not None else None
+    if valid_data is not None and config.validation.samples > len(valid_data):
+        warnings.warn(
+            f"validation.samples={config.validation.samples}: data.valid holds {len(valid_data)} samples, and all of them are taken"
+        )
     store = CheckpointStore(config.run_dir)
     console = Console(config, speaks=global_rank() == 0)
     newest = _newest_of(store, train_data)
     if newest is not None and newest[1].step >= config.num_steps:
         if global_rank() == 0:
             store.tidy(config.checkpoint.keep_last)
+            check_hashes(newest[0])  # said to be complete, so it must be whole
         console.already_complete(config.num_steps)
         return Outcome(Path(config.run_dir), config.num_steps, complete=True)
     with start(config.parallel, config.seed) as state, open_run_folder(config, state) as folder, stop_on_signals() as stop:

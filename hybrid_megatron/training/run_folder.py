@@ -99,8 +99,13 @@ def check_same_run(config: RunConfig) -> None:
     """Raise ConfigError with every difference if the run folder belongs to a run that computes something else. Only reads."""
     folder = Path(config.run_dir)
     file = folder / "config.yaml"
-    if not file.is_file() or not any(folder.glob("checkpoints/step_*")):
+    if not any(folder.glob("checkpoints/step_*")):
         return
+    if not file.is_file():
+        raise RunError(
+            f"{file}: missing, though the folder has checkpoints, so it is not known which settings they belong to; put the file back, "
+            "or give another run_dir=PATH"
+        )
     before, now = (_flat(dataclasses.asdict(each)) for each in (load_recipe([str(file)]), config))
     changed = [key for key in sorted(before | now) if not key.startswith(_MAY_CHANGE) and before.get(key) != now.get(key)]
     if changed:
