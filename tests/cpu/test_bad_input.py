@@ -181,6 +181,22 @@ def test_damaged_checkpoint(ranks, half_run, case, size):
         assert len(computed(run)) == 12
 
 
+def test_finished_run_whose_last_checkpoint_is_damaged_is_not_called_complete(ranks, half_run):
+    run, words = half_run
+    assert train(ranks, 1, words).code == 0
+    flip(run / "checkpoints/step_00000012/__0_0.distcp", 500_000)
+    assert "step_00000012/__0_0.distcp: damaged" in refused(ranks, words)
+
+
+def test_run_folder_without_its_config(ranks, half_run):
+    """Nothing says then which settings its checkpoints belong to."""
+    run, words = half_run
+    (run / "config.yaml").unlink()
+    before = snapshot(run)
+    assert refused(ranks, words).startswith(f"{run / 'config.yaml'}: missing, though the folder has checkpoints")
+    assert snapshot(run) == before
+
+
 CHANGES = {
     "model": ["model.gdn.allow_neg_eigval=true", "model.attention.rope_base=20000"],
     "batch": ["train.batch_tokens=1024"],

@@ -1,6 +1,7 @@
 """AdamW by its definition, who is decayed, clipping, and that every parameter's state is its own."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hybrid_megatron.parallel import start
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.loop import train_step
 from hybrid_megatron.training.optimizer import FusedAdamW, set_hyperparameters
+from hybrid_megatron.training.step import gradient_norm
 from tests.cpu.tiny import tiny_words
 
 
@@ -93,3 +95,20 @@ def test_clipping(ranks, tiny_data):
     [(same, used, _)] = ranks.run(1, one_step, words, norm / 3)
     assert same == norm, "logged before clipping"
     assert used == pytest.approx(norm / 3, rel=1e-4)
+
+
+def gradient_norm_of(parts: list[torch.Tensor]) -> float:
+    """The global norm of gradients on one process."""
+    config = load_recipe(["776m+rope+pretrain_4k", "data.train=unused"])
+    with start(config.parallel, seed=0) as state:
+        part = SimpleNamespace(get_grads_for_grad_norm=lambda: parts)
+        return gradient_norm(SimpleNamespace(chained_optimizers=[part], get_grad_stats_parallel_group=lambda: state.groups.mp))
+
+
+def test_gradient_norm_does_not_depend_on_how_a_matrix_is_cut(ranks):
+    """torch.norm in float32 is off by 1e-5 here on a CPU."""
+    gradient = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3
+    exact = gradient.double().square().sum().sqrt().item()
+    for parts in ([gradient], list(gradient.chunk(2)), list(gradient.chunk(7))):
+        [norm] = ranks.run(1, gradient_norm_of, parts)
+        assert abs(norm - exact) <= 1e-12 * exact
