@@ -17,7 +17,6 @@ from hybrid_megatron.platform.device import (
     kernel_pair_problem,
     peak_flops,
     peak_memory_gib,
-    reset_peak_memory,
     select_device,
     synchronize,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "kernel_pair_problem",
     "peak_flops",
     "peak_memory_gib",
-    "reset_peak_memory",
     "select_device",
     "synchronize",
 ]

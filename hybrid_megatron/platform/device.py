@@ -1,6 +1,5 @@
 """Facts about the device this process runs on."""
 
-import contextlib
 import os
 import re
 import resource
@@ -58,21 +57,11 @@ def synchronize() -> None:
 
 
 def peak_memory_gib() -> float:
-    """Peak memory since the last `reset_peak_memory`, in GiB: of tensors on the GPU, or of the whole process on a CPU (RSS)."""
+    """Peak memory of this process so far, in GiB: of tensors on the GPU, or of the whole process on a CPU (RSS)."""
     if is_cuda():
         return torch.cuda.max_memory_allocated() / _GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / _GIB  # bytes on macOS, KiB on Linux
-
-
-def reset_peak_memory() -> None:
-    """Start a new peak from what is in use now. On a CPU that works on Linux; elsewhere the peak stays that of the whole run."""
-    if is_cuda():
-        torch.cuda.reset_peak_memory_stats()
-    elif sys.platform == "linux":
-        # 5 resets the peak RSS, see proc(5); a container may forbid it.
-        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as clear_refs:
-            clear_refs.write("5")
 
 
 def peak_flops() -> float | None:

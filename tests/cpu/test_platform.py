@@ -312,16 +312,14 @@ def test_facts_of_a_cpu():
 
 
 @without_cuda
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak")
-def test_peak_memory_follows_an_allocation_and_can_be_reset():
-    platform.reset_peak_memory()
+def test_peak_memory_follows_an_allocation_and_stays():
     before = platform.peak_memory_gib()
-    block = bytearray(1 << 29)
+    block = bytearray(int((before + 0.5) * 2**30))  # more than whatever this process has held
     block[:: 1 << 12] = bytes(len(block[:: 1 << 12]))
-    assert platform.peak_memory_gib() - before == pytest.approx(0.5, abs=0.1)
+    peak = platform.peak_memory_gib()
+    assert before + 0.4 < peak < 2 * before + 0.7
     del block
-    platform.reset_peak_memory()
-    assert platform.peak_memory_gib() - before < 0.1
+    assert platform.peak_memory_gib() == peak
 
 
 @pytest.mark.parametrize(
