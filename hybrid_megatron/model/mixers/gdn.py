@@ -15,7 +15,7 @@ from hybrid_megatron.config.schema import ModelConfig
 from hybrid_megatron.model.mixers.base import Mixer
 from hybrid_megatron.model.pattern import Layer
 from hybrid_megatron.ops import gated_delta_rule as rule
-from hybrid_megatron.ops.state_passing import gated_delta_rule_over_ranks
+from hybrid_megatron.ops.state_passing import recurrence_over_ranks
 from hybrid_megatron.parallel import SequenceLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -62,7 +62,7 @@ class GDN(Mixer):
         q, k = (F.normalize(x.to(wide), dim=-1).to(x.dtype) for x in (q, k))
         g = -self.A_log.exp() * F.softplus(parts["a"][..., 0].to(wide) + self.dt_bias)
         beta = parts["b"][..., 0].to(wide).sigmoid() * (2 if self.model.gdn.allow_neg_eigval else 1)
-        o = gated_delta_rule_over_ranks(q, k, v, g, beta, self.model.head_dim**-0.5, layout, self.groups.cp)
+        o = recurrence_over_ranks(rule.GatedDeltaRule(), (q, k, v, g, beta), self.model.head_dim**-0.5, layout, self.groups.cp)
         # One weight for heads on several tensor ranks: each rank has a part of its gradient, which this sums in the backward pass.
         weight = copy_to_tensor_model_parallel_region(self.out_norm, group=self.groups.tp)
         return F.rms_norm(o, weight.shape, weight, self.model.norm_eps) * F.silu(parts["z"])
