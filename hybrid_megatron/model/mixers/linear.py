@@ -12,10 +12,11 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES, Mixer, all_to_all_problems
 from hybrid_megatron.model.mixers.softmax import GATES, busiest_halo
+from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
-from hybrid_megatron.ops.state_passing import recurrence_over_heads, recurrence_over_ranks
-from hybrid_megatron.ops.swla import sliding_window
+from hybrid_megatron.ops.state_passing import recurrence_over_ranks
+from hybrid_megatron.ops.swla import SlidingWindow
 from hybrid_megatron.parallel import SequenceLayout
 
 
@@ -183,19 +184,10 @@ class LinearMixer(Mixer):
 
     def _recur(self, recurrence: Recurrence, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
         scale, inference = self.model.head_dim**-0.5, self.group.inference
-        run = None
-        if inference.swla_window is not None and layout.context > inference.swla_window:
-
-            def run(recurrence, inputs, *, scale, document_starts):
-                return sliding_window(
-                    recurrence, inputs, scale=scale, window=inference.swla_window, stride=inference.swla_stride,
-                    document_starts=document_starts,
-                )  # fmt: skip
-
+        if inference.swla_window is not None:
+            recurrence = SlidingWindow(recurrence, inference.swla_window, inference.swla_stride)
         if layout.size > 1 and self.parallel.context_linear == "all_to_all":
-            return recurrence_over_heads(recurrence, inputs, scale, layout, self.ranks.cp, run=run)
-        if run is not None:
-            return run(recurrence, inputs, scale=scale, document_starts=layout.document_starts)
+            return recurrence_over_heads(recurrence, inputs, scale, layout, self.ranks.cp)
         return recurrence_over_ranks(recurrence, inputs, scale, layout, self.ranks.cp)
 
     @classmethod
