@@ -11,19 +11,70 @@ from omegaconf import MISSING
 
 
 @dataclass
-class AttentionConfig:
-    """Settings of the mixer `attention`, whose layers see the whole context."""
+class SoftmaxConfig:
+    """Settings that the softmax mixers share."""
 
     rope_base: float = 10_000.0
-    """Base of the rotary position embedding in layers with `position: rope`."""
+    """Base of the rotary position embedding of heads with `position: rope`."""
+    qk_norm: bool = False
+    """RMSNorm of each head's queries and keys before RoPE; one weight for all heads of a layer."""
+    output_gate: str = "none"
+    """none, sigmoid or silu: what a projection of the layer's input passes through before it multiplies the heads' outputs."""
 
 
 @dataclass
-class GDNConfig:
+class AttentionConfig(SoftmaxConfig):
+    """Settings of the mixer `attention`, whose heads see the whole context."""
+
+
+@dataclass
+class SWAConfig(SoftmaxConfig):
+    """Settings of the mixer `swa` (sliding-window attention)."""
+
+    window: int = 128
+    """Tokens that a token sees, itself included."""
+
+
+@dataclass
+class LinearConfig:
+    """Settings that the linear mixers share."""
+
+    rope_base: float = 10_000.0
+    """Base of the rotary position embedding of heads with `position: rope`."""
+    qk_norm: bool = False
+    """RMSNorm of each head's queries and keys before RoPE; one weight for all heads of a layer."""
+    output_gate: str = "silu"
+    """none, sigmoid or silu: what a projection of the layer's input passes through before it multiplies the heads' normalised outputs."""
+    short_conv: int = 0
+    """Width in tokens of a causal convolution over each channel of q, k and v, followed by SiLU; 0: no convolution."""
+    num_kv_heads: Optional[int] = None
+    """Key and value heads of a layer full of these heads; null: each head has keys and values of its own, whatever attention layers do."""
+
+
+@dataclass
+class GLAConfig(LinearConfig):
+    """Settings of the mixer `gla` (gated linear attention)."""
+
+    gate_rank: int = 16
+    """Width between the two matrices of the forget gate."""
+    gate_temperature: float = 16.0
+    """The log of the forget gate is divided by it: larger, slower forgetting."""
+
+
+@dataclass
+class GDNConfig(LinearConfig):
     """Settings of the mixer `gdn` (Gated DeltaNet)."""
 
     allow_neg_eigval: bool = False
     """Let beta range over (0, 2) instead of (0, 1), so that the state transition can have negative eigenvalues."""
+
+
+@dataclass
+class LightningConfig(LinearConfig):
+    """Settings of the mixer `lightning` (linear attention with a fixed decay a head, as in HypeNet)."""
+
+    qk_norm: bool = True
+    output_gate: str = "sigmoid"
 
 
 @dataclass
@@ -33,9 +84,9 @@ class ModelConfig:
     num_layers: int = MISSING
     hidden_size: int = MISSING
     num_heads: int = MISSING
-    """Query heads of a layer; linear mixers have as many heads of their own."""
+    """Query heads of a layer, of all its mixers together."""
     num_kv_heads: Optional[int] = None
-    """Key and value heads of attention layers (grouped-query attention); null means `num_heads`."""
+    """Key and value heads of a layer full of attention or swa heads (grouped-query attention); null means `num_heads`."""
     head_dim: int = 128
     ffn_size: int = MISSING
     """Width of the SwiGLU block between its two projections."""
@@ -45,19 +96,38 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of the normal distribution that every projection and embedding is drawn from."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    swa: SWAConfig = field(default_factory=SWAConfig)
+    gla: GLAConfig = field(default_factory=GLAConfig)
     gdn: GDNConfig = field(default_factory=GDNConfig)
+    lightning: LightningConfig = field(default_factory=LightningConfig)
+
+
+@dataclass
+class HeadShare:
+    """Some of the heads of a head-wise layer."""
+
+    mixer: str = MISSING
+    """Name of a mixer: attention, swa, gla, gdn or lightning."""
+    position: Optional[str] = None
+    """rope or nope, as in PatternEntry."""
+    share: int = 1
+    """Its part of the heads: 3 beside another's 1 is three quarters of them."""
 
 
 @dataclass
 class PatternEntry:
-    """One entry of `pattern`, which is repeated to `model.num_layers`."""
+    """One entry of `pattern`: layers of one mixer (`mixer`), or layers whose heads have different ones (`heads`)."""
 
-    mixer: str = MISSING
-    """Name of a mixer: attention or gdn."""
+    mixer: Optional[str] = None
+    """Name of a mixer: attention, swa, gla, gdn or lightning."""
     position: Optional[str] = None
-    """attention: rope or nope. gdn takes none: its gates carry the position."""
+    """rope or nope. attention must say which; swa and lightning have rope and gla and gdn nope unless said otherwise."""
+    heads: list[HeadShare] = field(default_factory=list)
+    """Instead of `mixer`: the mixers that share the heads of one layer."""
     repeat: int = 1
-    """Number of consecutive layers this entry stands for."""
+    """Number of consecutive layers this entry stands for. The whole pattern is repeated to `model.num_layers`."""
+    share: Optional[int] = None
+    """Instead of `repeat`, in every entry or in none: its part of all layers, as one run of consecutive layers; nothing is repeated then."""
 
 
 @dataclass
@@ -72,6 +142,11 @@ class ParallelConfig:
     """Ranks over which each sample's tokens are split (zig-zag, two chunks a rank)."""
     pipeline: int = 1
     """Stages into which the layers are cut."""
+    context_attention: str = "gather"
+    """How full attention sees other context ranks' tokens: gather (every rank gets all keys and values) or all_to_all (every rank gets whole
+    sequences of some of the heads)."""
+    context_linear: str = "states"
+    """The same for linear mixers: states (only the states between chunks travel) or all_to_all."""
 
 
 @dataclass

@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.mixers import MIXERS
-from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.model.pattern import Layer, plan_layers
+from hybrid_megatron.model.unit_order import UnitOrder
 
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Raise ConfigError naming every rule that `config` breaks when run on `world_size` processes."""
-    basic = [problem for rule in (_positive, _choices, _mixer_names) for problem in rule(config)]
+    basic = [problem for rule in (_positive, _choices) for problem in rule(config)]
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_mixers, _tensor, _sequence, _context, _pipeline, _schedule)
+    rules = (_layers, _tensor, _sequence, _context, _pipeline, _schedule)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -23,11 +24,12 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
-    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2"}
+    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
     names = ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")
-    sections = [("", config), ("model.attention", config.model.attention)]
-    sections += [(name, getattr(config, name)) for name in names]
+    sections = [("", config), *((name, getattr(config, name)) for name in names)]
+    sections += [(f"model.{mixer}", getattr(config.model, mixer)) for mixer in MIXERS]
     sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]
+    sections += [(f"pattern[{i}].heads[{j}]", part) for i, entry in enumerate(config.pattern) for j, part in enumerate(entry.heads)]
     for section, values in sections:
         for field in fields(values):
             value = getattr(values, field.name)
@@ -48,28 +50,41 @@ def _positive(config: RunConfig) -> Iterator[str]:
 def _choices(config: RunConfig) -> Iterator[str]:
     for key, value, allowed in (
         ("train.precision", config.train.precision, ("bf16", "fp32")),
+        ("parallel.context_attention", config.parallel.context_attention, ("gather", "all_to_all")),
+        ("parallel.context_linear", config.parallel.context_linear, ("states", "all_to_all")),
         ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "disabled")),
     ):
         if value not in allowed:
             yield f"{key}={value}: it must be one of {', '.join(allowed)}"
 
 
-def _mixer_names(config: RunConfig) -> Iterator[str]:
-    for i, entry in enumerate(config.pattern):
-        if entry.mixer not in MIXERS:
-            yield f"pattern[{i}].mixer={entry.mixer}: there is no such mixer; mixers are {', '.join(MIXERS)}"
-
-
-def _mixers(config: RunConfig) -> Iterator[str]:
+def _layers(config: RunConfig) -> Iterator[str]:
+    """The pattern, what each mixer says of its heads, and the tensor size against each layer's units."""
     try:
         plan = plan_layers(config)
     except ConfigError as error:
         yield from error.problems
         return
+    parallel, context = config.parallel, config.train.context
+    found: dict[Layer, None] = {}  # one layer of each kind
     for layer in plan:
-        yield from MIXERS[layer.mixer].check(config.model, layer, config.parallel.tensor)
-    if config.model.head_dim % 2 and any(layer.position == "rope" for layer in plan):
-        yield f"model.head_dim={config.model.head_dim}: RoPE turns pairs of channels, so it must be even"
+        found.setdefault(replace(layer, number=0))
+    problems = [
+        problem
+        for layer in found
+        for group in layer.groups
+        for problem in MIXERS[group.mixer].check(config.model, group, parallel, context)
+    ]
+    yield from problems
+    if problems:
+        return
+    for layer in found:
+        sizes = UnitOrder(config.model, layer.groups).possible_tensor_sizes()
+        if parallel.tensor not in sizes:
+            yield (
+                f"parallel.tensor={parallel.tensor}: layers of {layer} have {sizes[-1]} units of heads that may not be cut, and tensor must "
+                f"divide them; use one of {', '.join(map(str, sizes))}"
+            )
 
 
 def _tensor(config: RunConfig) -> Iterator[str]:

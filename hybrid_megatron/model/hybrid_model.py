@@ -43,7 +43,7 @@ class HybridModel(MegatronModule):
             )
         self.decoder = TransformerBlock(
             config,
-            stage_specs(config, run.model, plan, groups.pp.rank()),
+            stage_specs(config, run, plan, groups.pp.rank()),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=groups,

@@ -1,6 +1,6 @@
 """Layer plan -> module specs: what megatron-core's TransformerBlock builds, one spec for each layer of this pipeline stage."""
 
-from hybrid_megatron.config.schema import ModelConfig
+from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.mixer_layer import MixerLayer
 from hybrid_megatron.model.norm import RMSNorm
 from hybrid_megatron.model.pattern import Layer, LayerPlan
@@ -13,15 +13,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 
-def stage_specs(config: TransformerConfig, model: ModelConfig, plan: LayerPlan, stage: int) -> TransformerBlockSubmodules:
+def stage_specs(config: TransformerConfig, run: RunConfig, plan: LayerPlan, stage: int) -> TransformerBlockSubmodules:
     """Specs of the layers that pipeline stage `stage` holds, and of the final norm."""
     first = get_transformer_layer_offset(config, pp_rank=stage)
     count = get_num_layers_to_build(config, pp_rank=stage)
-    specs = [_layer_spec(model, layer) for layer in plan.layers[first : first + count]]
+    specs = [_layer_spec(run, layer) for layer in plan.layers[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def _layer_spec(model: ModelConfig, layer: Layer) -> ModuleSpec:
+def _layer_spec(run: RunConfig, layer: Layer) -> ModuleSpec:
     """norm -> mixer -> add -> norm -> SwiGLU -> add."""
 
     def mlp(config, pg_collection, **further):
@@ -32,7 +32,7 @@ def _layer_spec(model: ModelConfig, layer: Layer) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(module=MixerLayer, params={"model": model, "layer": layer}),
+            self_attention=ModuleSpec(module=MixerLayer, params={"model": run.model, "parallel": run.parallel, "layer": layer}),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,

@@ -1,13 +1,17 @@
-"""The token-mixing half of a layer: input projection, mixer, output projection. Stands as `self_attention` in TransformerLayer."""
+"""The token-mixing half of a layer: input projection, mixers, output projection. Stands as `self_attention` in TransformerLayer."""
 
+import torch
 from torch import Tensor
 
-from hybrid_megatron.config.schema import ModelConfig
+from hybrid_megatron import platform
+from hybrid_megatron.config.schema import ModelConfig, ParallelConfig
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer
+from hybrid_megatron.model.unit_order import UnitOrder
 from hybrid_megatron.parallel import SequenceLayout
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,24 +19,28 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 
 class MixerLayer(MegatronModule):
-    """Rows of `in_proj` and columns of `out_proj` are ordered unit by unit (see mixers/base.py)."""
+    """One mixer for each head group of the layer, between projections whose rows and columns run in unit order (unit_order.py)."""
 
     def __init__(
-        self, config: TransformerConfig, model: ModelConfig, layer: Layer, pg_collection: ProcessGroupCollection, **_from_transformer_layer
+        self,
+        config: TransformerConfig,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        layer: Layer,
+        pg_collection: ProcessGroupCollection,
+        **_from_transformer_layer,
     ):
         super().__init__(config=config)
-        kind = MIXERS[layer.mixer]
-        self.rows = kind.rows(model)
-        units = kind.units(model)
+        self.ranks = pg_collection
+        self.order = UnitOrder(model, layer.groups)
         shared = dict(config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=pg_collection.tp)
-        self.in_proj = ColumnParallelLinear(
-            model.hidden_size, units * sum(self.rows.values()), gather_output=False, skip_bias_add=False, **shared
+        self.in_proj = ColumnParallelLinear(model.hidden_size, self.order.rows, gather_output=False, skip_bias_add=False, **shared)
+        if self.order.shared:
+            self.shared_proj = SharedProjection(config, model.hidden_size, self.order.shared, pg_collection)
+        self.mixers = torch.nn.ModuleList(
+            MIXERS[group.mixer](config, model, group, parallel, pg_collection) for group in layer.groups
         )
-        self.mixer = kind(config, model, layer, pg_collection)
-        self.out_proj = RowParallelLinear(
-            units * kind.columns(model), model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared
-        )
-        self.groups = pg_collection
+        self.out_proj = RowParallelLinear(self.order.columns, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared)
 
     def forward(self, hidden: Tensor, attention_mask=None, *, packed_seq_params: SequenceLayout, **_unused) -> tuple[Tensor, None]:
         """hidden [s, b, h] -> [s, b, h]; under sequence parallelism s is this tensor rank's share at both ends.
@@ -40,19 +48,61 @@ class MixerLayer(MegatronModule):
         TransformerBlock hands `packed_seq_params` from the model to every layer untouched; it carries the sequence layout.
         """
         projected, _ = self.in_proj(hidden)
-        by_unit = projected.transpose(0, 1).unflatten(-1, (self.mixer.local_units, -1))  # [b, s, units, rows]
-        parts = dict(zip(self.rows, by_unit.split(list(self.rows.values()), dim=-1)))
-        mixed = self.mixer.mix(parts, packed_seq_params)
-        return self.out_proj(mixed.flatten(2).transpose(0, 1).contiguous())
+        parts = self.order.cut(projected.transpose(0, 1))
+        if self.order.shared:
+            shared = self.order.cut_shared(self.shared_proj(hidden).transpose(0, 1))
+            parts = [own | common for own, common in zip(parts, shared)]
+        mixed = [mixer.mix(part, packed_seq_params) for mixer, part in zip(self.mixers, parts)]
+        return self.out_proj(self.order.join(mixed).transpose(0, 1).contiguous())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
-        """Projections by megatron-core's own rule; the mixer's parameters split as they are marked."""
+        """Projections by megatron-core's own rule; the mixers' parameters split as they are marked."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own = dict(self.mixer.named_parameters())
+        own = {f"mixers.{name}": parameter for name, parameter in self.mixers.named_parameters()}
+        if self.order.shared:
+            own["shared_proj.weight"] = self.shared_proj.weight
         split = {name: 0 for name, parameter in own.items() if getattr(parameter, "tensor_model_parallel", False)}
         state = make_sharded_tensors_for_checkpoint(
-            own, f"{prefix}mixer.", split, sharded_offsets, tp_group=self.groups.tp, dp_cp_group=metadata["dp_cp_group"]
+            own, prefix, split, sharded_offsets, tp_group=self.ranks.tp, dp_cp_group=metadata["dp_cp_group"]
         )
         for name in ("in_proj", "out_proj"):
-            state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.groups.tp)
+            state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.ranks.tp)
         return state
+
+
+class SharedProjection(torch.nn.Module):
+    """A narrow projection whose result all units need: every tensor rank holds it whole. It has no weight decay: it makes gates."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, rows: int, ranks: ProcessGroupCollection):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(rows, hidden_size, dtype=config.params_dtype, device=platform.device()))
+        self.weight.sequence_parallel = config.sequence_parallel  # each tensor rank then has its tokens' part of the gradient
+        self.weight.no_weight_decay = True
+        self.ranks = ranks
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [s, b, h] (this tensor rank's share of s under sequence parallelism) -> [s, b, rows] of all tokens."""
+        projected = torch.nn.functional.linear(hidden, self.weight)
+        # Each rank's units use the whole result: the backward pass adds their gradients up.
+        if self.weight.sequence_parallel:
+            return gather_from_sequence_parallel_region(projected, tensor_parallel_output_grad=True, group=self.ranks.tp)
+        return copy_to_tensor_model_parallel_region(projected, group=self.ranks.tp)
+
+
+def layer_reference(
+    weights: dict[str, Tensor], hidden: Tensor, model: ModelConfig, layer: Layer, document_starts: Tensor | None = None
+) -> Tensor:
+    """What a MixerLayer computes, by its definition and for one process: hidden [b, s, h] -> [b, s, h], in the dtype given.
+
+    `weights` holds the layer's parameters by their names, e.g. `in_proj.weight` and `mixers.0.A_log`.
+    """
+    order = UnitOrder(model, layer.groups)
+    parts = order.cut(hidden @ weights["in_proj.weight"].T)
+    if order.shared:
+        shared = order.cut_shared(hidden @ weights["shared_proj.weight"].T)
+        parts = [own | common for own, common in zip(parts, shared)]
+    mixed = []
+    for i, (group, part) in enumerate(zip(layer.groups, parts)):
+        inner = {name.removeprefix(f"mixers.{i}."): w for name, w in weights.items() if name.startswith(f"mixers.{i}.")}
+        mixed.append(MIXERS[group.mixer].reference(part, inner, model, group, document_starts))
+    return order.join(mixed) @ weights["out_proj.weight"].T

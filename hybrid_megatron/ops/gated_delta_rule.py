@@ -10,10 +10,14 @@ Shapes: q, k [b, s, n, K]; v [b, s, n, V]; g, beta [b, s, n]; initial_state [b, 
 return (o [b, s, n, V] in v's dtype, final state [b, n, K, V]).
 """
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.chunks import cut, join, visible
+from hybrid_megatron.ops.documents import over_documents
+from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.triangular import inverse_unit_lower
 
 CHUNK = 64
@@ -21,9 +25,12 @@ CHUNK = 64
 
 def gated_delta_rule(q, k, v, g, beta, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:
     """The fast form for the device the tensors are on. `k` is expected L2-normalised; g, beta and the states are float32."""
-    if q.is_cuda:
-        return _fla(q, k, v, g, beta, scale, initial_state, document_starts)
-    return chunked(q, k, v, g, beta, scale=scale, initial_state=initial_state, document_starts=document_starts)
+    if not q.is_cuda:
+        return chunked(q, k, v, g, beta, scale=scale, initial_state=initial_state, document_starts=document_starts)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    kernel = partial(chunk_gated_delta_rule, scale=scale, output_final_state=True)
+    return over_documents(kernel, (q, k, v, g, beta), initial_state, document_starts)
 
 
 def recurrent(q, k, v, g, beta, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:
@@ -49,31 +56,16 @@ def chunked(q, k, v, g, beta, *, scale: float, initial_state=None, document_star
     S' = e^{G_C} S + sum_j e^{G_C - G_j} k_j^T u_j. Every exponent is <= 0. A document start cuts all terms that reach across it.
     Computes in float32 for lower precisions, in the given dtype otherwise.
     """
-    out_dtype = v.dtype
     work = torch.promote_types(q.dtype, torch.float32)
-    batch, length, heads, _ = k.shape
-    pad = -length % chunk
-    count = (length + pad) // chunk
+    length, out_dtype = q.shape[1], v.dtype
+    # Padding has zero beta and gate, so it leaves the state as it is.
+    q, k, v, beta = cut(q, chunk, work) * scale, cut(k, chunk, work), cut(v, chunk, work), cut(beta, chunk, work)[..., None]
+    total = cut(g, chunk, work).cumsum(-1)
+    seen = visible(document_starts, chunk, q.device)
 
-    def cut(x: Tensor) -> Tensor:
-        """[b, s, n, ...] -> [b, n, count, chunk, ...]; padding has zero beta and gate, so it leaves the state as it is."""
-        x = F.pad(x.to(work), (0, 0) * (x.dim() - 2) + (0, pad))
-        return x.unflatten(1, (count, chunk)).movedim(3, 1)
-
-    q, k, v = cut(q) * scale, cut(k), cut(v)
-    total = cut(g).cumsum(-1)
-    beta = cut(beta)[..., None]
-    same = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    into, out_of = None, None  # which tokens still see the chunk's first state; which still count in its last
-    if document_starts is not None:
-        document = F.pad(document_starts, (0, pad)).unflatten(1, (count, chunk)).long().cumsum(-1)[:, None]  # [b, 1, count, chunk]
-        same = same & (document[..., :, None] == document[..., None, :])
-        into, out_of = document == 0, document == document[..., -1:]
-
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~same, float("-inf")).exp()
-    from_start = total.exp() if into is None else total.exp() * into
-    to_end = (total[..., -1:] - total).exp()
-    to_end = to_end if out_of is None else to_end * out_of
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~seen[..., 1:], float("-inf")).exp()
+    from_start = total.exp() * seen[..., 0]
+    to_end = (total[..., -1:] - total).exp() * seen[..., -1, 1:]
 
     solve = inverse_unit_lower(beta * decay * (k @ k.mT))
     update_alone = solve @ (beta * v)
@@ -83,37 +75,37 @@ def chunked(q, k, v, g, beta, *, scale: float, initial_state=None, document_star
     k_end = k * to_end[..., None]
     keep = from_start[..., -1, None, None]
 
-    state = initial_state.to(work) if initial_state is not None else q.new_zeros(batch, heads, k.shape[-1], v.shape[-1])
+    state = initial_state.to(work) if initial_state is not None else k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     outputs = []
-    for c in range(count):
+    for c in range(k.shape[2]):
         update = update_alone[:, :, c] - update_per_state[:, :, c] @ state
         outputs.append(q_start[:, :, c] @ state + scores[:, :, c] @ update)
         state = keep[:, :, c] * state + k_end[:, :, c].mT @ update
-    o = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length].transpose(1, 2)
-    return o.to(out_dtype), state
+    return join(torch.stack(outputs, dim=2), length).to(out_dtype), state
 
 
-def _fla(q, k, v, g, beta, scale, initial_state, document_starts) -> tuple[Tensor, Tensor]:
-    """FLA 0.6.0's chunk_gated_delta_rule. Documents become its variable-length sequences, over all rows in one."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+class GatedDeltaRule(Recurrence):
+    """Inputs q, k [b, s, n, K], v [b, s, n, V], g, beta [b, s, n] float32; transitions [b, n, K, K]."""
 
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    if document_starts is None:
-        return chunk_gated_delta_rule(q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=True)
+    input_names = ("q", "k", "v", "g", "beta")
 
-    batch, length = document_starts.shape
-    begins = document_starts.clone()
-    begins[:, 0] = True
-    flat = begins.flatten().nonzero()[:, 0]
-    cu_seqlens = F.pad(flat, (0, 1), value=batch * length)
-    states = None
-    if initial_state is not None:  # only a row whose first token continues a document takes its state over
-        first = torch.searchsorted(flat, torch.arange(batch, device=flat.device) * length)
-        states = initial_state.new_zeros(len(flat), *initial_state.shape[1:])
-        states = states.index_copy(0, first, initial_state.masked_fill(document_starts[:, :1, None, None], 0.0))
-    o, final = chunk_gated_delta_rule(
-        *(x.flatten(0, 1)[None] for x in (q, k, v, g, beta)),
-        scale=scale, initial_state=states, output_final_state=True, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    last = torch.searchsorted(flat, torch.arange(1, batch + 1, device=flat.device) * length) - 1
-    return o.unflatten(1, (batch, length))[0], final[last]
+    def run(self, inputs, *, scale, initial_state=None, document_starts=None):
+        return gated_delta_rule(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
+
+    def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):
+        return recurrent(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
+
+    def summary(self, inputs, document_starts=None):
+        """Both by the recurrence itself: with values [v | 0] and initial state [0 | I], the final state is [added | transition]."""
+        q, k, v, g, beta = inputs
+        wide = torch.promote_types(k.dtype, torch.float32)
+        width_k, width_v = k.shape[-1], v.shape[-1]
+        identity = torch.eye(width_k, dtype=wide, device=k.device).expand(k.shape[0], k.shape[2], width_k, width_k)
+        start = torch.cat((identity.new_zeros(*identity.shape[:3], width_v), identity), dim=-1)
+        padded = torch.cat((v, v.new_zeros(*v.shape[:-1], width_k)), dim=-1)
+        _, final = self.run((q, k, padded, g, beta), scale=1.0, initial_state=start, document_starts=document_starts)
+        added, transition = final.split((width_v, width_k), dim=-1)
+        return transition, added
+
+    def apply(self, transition: Tensor, state: Tensor) -> Tensor:
+        return transition @ state

@@ -37,7 +37,7 @@ class Console:
             f"batch      {train.batch_tokens:,} tokens = {config.batch_samples} samples of {train.context:,} "
             f"= {state.data} data ranks x {micro_batches} micro-batches of {train.micro_batch}"
         )
-        if platform.is_cuda() and any(MIXERS[layer.mixer].needs_fla for layer in plan_layers(config)):
+        if platform.is_cuda() and any(MIXERS[mixer].needs_fla for mixer in plan_layers(config).mixers):
             self.say("kernels    the first step tunes Triton kernels that this machine has not run yet: up to a few minutes, once")
         self.say(
             f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up"

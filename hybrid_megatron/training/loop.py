@@ -56,7 +56,7 @@ def train(config: RunConfig) -> Outcome:
     validate(config, world_size())
     platform.select_device()
     problem = platform.kernel_pair_problem()
-    if problem and any(MIXERS[layer.mixer].needs_fla for layer in plan_layers(config)):
+    if problem and any(MIXERS[mixer].needs_fla for mixer in plan_layers(config).mixers):
         raise RunError(problem)
     check_same_run(config)
     train_data = open_dataset(config, "train")

@@ -7,7 +7,14 @@ import megatron.core.optimizer as megatron_optimizer
 from hybrid_megatron.config.megatron import optimizer_config
 from hybrid_megatron.config.schema import RunConfig
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    ParamGroupOverride,
+    ParamKey,
+    distrib_optimizer,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
@@ -55,9 +62,12 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(config: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
-    """The distributed optimizer over FusedAdamW. Vectors (norms, gates, decays) get no weight decay: megatron-core's standard rule."""
+    """The distributed optimizer over FusedAdamW. No weight decay for vectors, megatron-core's standard rule, and what is marked
+    `no_weight_decay` (the matrices of gates)."""
     _use_fused_adamw()
-    optimizer = get_megatron_optimizer(optimizer_config(config), [model])
+    settings = optimizer_config(config)
+    overrides = get_standard_config_overrides(settings) | {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
+    optimizer = get_megatron_optimizer(settings, [model], config_overrides=overrides)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _find_states_where_they_are(part)
     return optimizer

@@ -12,8 +12,10 @@ from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.initialize import sharded_tensors
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import linear_cross_entropy as linear_cross_entropy_module
+from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
-from hybrid_megatron.ops.state_passing import gated_delta_rule_over_ranks
+from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.state_passing import recurrence_over_ranks
 from hybrid_megatron.parallel import SequenceLayout, start
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
@@ -31,16 +33,18 @@ def cross_entropy_over_ranks(
 
 
 def mixing_over_ranks(
-    size: int, kind: str, inputs: list[Tensor], weights: Tensor, starts: Tensor | None, scale: float
+    size: int, kind: str, inputs: list[Tensor], weights: Tensor, starts: Tensor | None, scale: float, recurrence: Recurrence | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(local positions, local output, gradients of the local inputs) of attention or the delta rule, the sequence cut over all ranks."""
+    """(local positions, local output, gradients of the local inputs) with the sequence cut over all ranks: of "attention", or of a
+    recurrence by passing "states" or by exchanging "heads"."""
     with start(ParallelConfig(context=size), 0) as state:
         layout = SequenceLayout(inputs[0].shape[1], size, state.context_rank, starts)
         leaves = [layout.local(x).clone().requires_grad_() for x in inputs]
         if kind == "attention":
             o = causal_attention(*leaves, layout, scale, state.groups.cp)
         else:
-            o = gated_delta_rule_over_ranks(*leaves, scale, layout, state.groups.cp)
+            over = {"states": recurrence_over_ranks, "heads": recurrence_over_heads}[kind]
+            o = over(recurrence, tuple(leaves), scale, layout, state.groups.cp)
         (o * layout.local(weights)).sum().backward()
         return layout.positions("cpu"), o.detach(), [x.grad for x in leaves]
 

@@ -27,7 +27,7 @@ def test_ranks_compute_the_whole(ranks, size, starts, gate):
     leaves = [x.clone().requires_grad_() for x in inputs]
     expected, _ = definitions.gated_delta_rule(*leaves, 0.3, starts=STARTS[starts])
     (expected * weights).sum().backward()
-    for positions, o, gradients in ranks.run(size, op_cells.mixing_over_ranks, size, "gdn", inputs, weights, STARTS[starts], 0.3):
+    for positions, o, gradients in ranks.run(size, op_cells.mixing_over_ranks, size, "states", inputs, weights, STARTS[starts], 0.3, rule):
         assert relative_error(o, expected[:, positions]) <= 1e-12
         for name, mine, whole in zip(("q", "k", "v", "g", "beta"), gradients, leaves):
             assert relative_error(mine, whole.grad[:, positions]) <= 1e-12, name

@@ -3,7 +3,10 @@
 from hybrid_megatron.model.mixers.attention import Attention
 from hybrid_megatron.model.mixers.base import Mixer
 from hybrid_megatron.model.mixers.gdn import GDN
+from hybrid_megatron.model.mixers.gla import GLA
+from hybrid_megatron.model.mixers.lightning import Lightning
+from hybrid_megatron.model.mixers.swa import SWA
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "gdn": GDN}
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "swa": SWA, "gla": GLA, "gdn": GDN, "lightning": Lightning}
 
 __all__ = ["MIXERS", "Mixer"]

@@ -1,84 +1,58 @@
 """Mixer `attention`: causal softmax attention over the whole context, with RoPE or without any position (NoPE)."""
 
-import torch
 from torch import Tensor
 
-from hybrid_megatron.config.schema import ModelConfig
+from hybrid_megatron.config.schema import AttentionConfig, ModelConfig, ParallelConfig
 from hybrid_megatron.model.attention.causal import causal_attention
-from hybrid_megatron.model.attention.rope import rotate
-from hybrid_megatron.model.mixers.base import Mixer
-from hybrid_megatron.model.pattern import Layer
+from hybrid_megatron.model.attention.logit_scale import scale_queries
+from hybrid_megatron.model.attention.windowed import windowed_attention
+from hybrid_megatron.model.head_group import HeadGroup
+from hybrid_megatron.model.mixers.base import all_to_all_problems
+from hybrid_megatron.model.mixers.softmax import SoftmaxMixer, busiest_halo
 from hybrid_megatron.parallel import SequenceLayout
 
 
-class Attention(Mixer):
-    """A unit is one key-value head with the query heads that share it: rows [q of each query head, k, v]."""
-
-    positions = ("rope", "nope")
+class Attention(SoftmaxMixer):
+    """See softmax.py for its units, options and parameters."""
 
     @staticmethod
-    def units(model: ModelConfig) -> int:
-        return model.num_kv_heads or model.num_heads
+    def settings(model: ModelConfig) -> AttentionConfig:
+        return model.attention
 
     @staticmethod
-    def rows(model: ModelConfig) -> dict[str, int]:
-        queries = model.num_heads // Attention.units(model)
-        return {"q": queries * model.head_dim, "k": model.head_dim, "v": model.head_dim}
-
-    @staticmethod
-    def columns(model: ModelConfig) -> int:
-        return model.num_heads // Attention.units(model) * model.head_dim
-
-    @staticmethod
-    def inner_params(model: ModelConfig) -> int:
-        return 0
-
-    @staticmethod
-    def inner_flops(model: ModelConfig, tokens: int, context: int) -> int:
-        """q k^T and p v over the causal half: token t sees t + 1 keys, (context + 1) / 2 on average."""
-        return 2 * tokens * model.num_heads * model.head_dim * (context + 1)
+    def sight(model: ModelConfig, group: HeadGroup) -> int | None:
+        return group.inference.window
 
     @classmethod
-    def check(cls, model: ModelConfig, layer: Layer, tensor: int) -> list[str]:
-        if model.num_heads % cls.units(model):
-            return [f"model.num_kv_heads={model.num_kv_heads}: it must divide model.num_heads={model.num_heads}"]
-        return super().check(model, layer, tensor)
+    def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:
+        problems = super().check(model, group, parallel, context)
+        if problems or parallel.context == 1 or parallel.context_attention != "all_to_all":
+            return problems
+        return all_to_all_problems("context_attention", str(group), cls.units(model, group), parallel, "gather")
 
-    def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
+    @classmethod
+    def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """All others' keys and values, or q, k, v and o changed from sequence to heads and back."""
+        size, local = parallel.context, context // parallel.context
+        keys = 2 * cls.units(model, group) // parallel.tensor * model.head_dim * element
+        if cls.sight(model, group) is not None:
+            return keys * busiest_halo(cls.sight(model, group) - 1, context, size)
+        if parallel.context_attention == "gather":
+            return (size - 1) * local * keys
+        queries = 2 * group.heads // parallel.tensor * model.head_dim * element
+        return local * (keys + queries) * (size - 1) // size
+
+    def rope_base(self, layout: SequenceLayout) -> float:
+        """Dynamic NTK: base (L / L0)^(d / (d - 2)) on an input of L tokens, L0 in training, L > L0."""
+        base, inference = super().rope_base(layout), self.group.inference
+        if not inference.dynamic_ntk or layout.context <= inference.trained_context:
+            return base
         width = self.model.head_dim
-        q = parts["q"].unflatten(-1, (-1, width)).flatten(2, 3)
-        k, v = parts["k"], parts["v"]
-        if self.layer.position == "rope":
-            base = self.model.attention.rope_base
-            q, k = rotate(q, layout, base), rotate(k, layout, base)
-        o = causal_attention(q, k, v, layout, scale=width**-0.5, context_group=self.groups.cp)
-        return o.unflatten(2, (self.local_units, -1)).flatten(3)
+        return base * (layout.context / inference.trained_context) ** (width / (width - 2))
 
-    @staticmethod
-    def reference(
-        weights: dict[str, Tensor], hidden: Tensor, model: ModelConfig, layer: Layer, document_starts: Tensor | None = None
-    ) -> Tensor:
-        batch, length, _ = hidden.shape
-        units, width = Attention.units(model), model.head_dim
-        q, k, v = (hidden @ weights["in_proj.weight"].T).unflatten(-1, (units, -1)).split(list(Attention.rows(model).values()), -1)
-        q = q.unflatten(-1, (-1, width))  # [b, s, units, queries, d]
-        position = torch.arange(length, device=hidden.device)
-        if layer.position == "rope":
-            half = torch.arange(0, width, 2, device=hidden.device, dtype=torch.float64) / width
-            turn = torch.polar(torch.ones(length, width // 2, dtype=torch.float64), position[:, None] * model.attention.rope_base**-half)
-
-            def rotated(x: Tensor) -> Tensor:
-                """Complex multiplication of the pairs (i, i + d/2)."""
-                pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :])
-                turned = pairs * turn.to(pairs.dtype).view(length, *(1,) * (x.dim() - 3), width // 2)
-                return torch.cat((turned.real, turned.imag), -1)
-
-            q, k = rotated(q), rotated(k)
-        logits = torch.einsum("bsuqd,btud->buqst", q, k) * width**-0.5
-        visible = position[:, None] >= position[None]
-        if document_starts is not None:
-            document = document_starts.long().cumsum(1)
-            visible = visible & (document[:, :, None] == document[:, None, :])[:, None, None]
-        p = logits.masked_fill(~visible, float("-inf")).softmax(-1)
-        o = torch.einsum("buqst,btud->bsuqd", p, v)
-        return o.flatten(2) @ weights["out_proj.weight"].T
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+        inference, scale = self.group.inference, self.model.head_dim**-0.5
+        q = scale_queries(q, layout, inference)
+        if inference.window is not None:
+            return windowed_attention(q, k, v, layout, inference.window, scale, self.ranks.cp)
+        return causal_attention(q, k, v, layout, scale, self.ranks.cp, exchange=self.parallel.context_attention)

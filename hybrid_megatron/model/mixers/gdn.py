@@ -1,8 +1,7 @@
 """Mixer `gdn`: Gated DeltaNet (Yang et al., 2024, arXiv 2412.06464).
 
-q, k and v pass through SiLU, as in the paper's layer; q and k are then L2-normalised. Log gate g = -e^A softplus(W_a x + dt) and
-beta = sigmoid(W_b x), twice that with `allow_neg_eigval`. Each head's output passes through an RMSNorm whose weight all heads share,
-times SiLU(W_z x). No short convolution. Gates, norms of q and k, states and the output's statistics are float32.
+q, k and v pass through SiLU, as in the paper's layer, with its short convolution or without; q and k are then L2-normalised. Log gate
+g = -e^A softplus(W_a x + dt) and beta = sigmoid(W_b x), twice that with `allow_neg_eigval`.
 """
 
 import math
@@ -11,75 +10,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_megatron.config.schema import ModelConfig
-from hybrid_megatron.model.mixers.base import Mixer
-from hybrid_megatron.model.pattern import Layer
-from hybrid_megatron.ops import gated_delta_rule as rule
-from hybrid_megatron.ops.state_passing import gated_delta_rule_over_ranks
-from hybrid_megatron.parallel import SequenceLayout
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
+from hybrid_megatron.config.schema import GDNConfig, ModelConfig
+from hybrid_megatron.model.head_group import HeadGroup
+from hybrid_megatron.model.mixers.linear import LinearMixer
+from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 
 
-class GDN(Mixer):
-    """A unit is one head: rows [q, k, v, z (output gate), a (decay), b (beta)]."""
+class GDN(LinearMixer):
+    """Adds to LinearMixer's: rows [a (decay), b (beta)] of each head, parameters A_log and dt_bias. Without position unless asked."""
 
-    positions = (None,)
-    needs_fla = True
+    default_position = "nope"
+    _state_products = 3  # k S too
 
     @staticmethod
-    def units(model: ModelConfig) -> int:
-        return model.num_heads
+    def settings(model: ModelConfig) -> GDNConfig:
+        return model.gdn
 
     @staticmethod
-    def rows(model: ModelConfig) -> dict[str, int]:
-        return {"q": model.head_dim, "k": model.head_dim, "v": model.head_dim, "z": model.head_dim, "a": 1, "b": 1}
+    def gates(model: ModelConfig) -> dict[str, int]:
+        return {"a": 1, "b": 1}
 
     @staticmethod
-    def columns(model: ModelConfig) -> int:
+    def gate_elements(model: ModelConfig) -> int:
+        return 2
+
+    @staticmethod
+    def transition_columns(model: ModelConfig) -> int:
         return model.head_dim
 
-    @staticmethod
-    def inner_params(model: ModelConfig) -> int:
-        """A_log and dt_bias a head, and one output norm."""
-        return 2 * model.num_heads + model.head_dim
+    @classmethod
+    def inner_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        return super().inner_params(model, group) + 2 * group.heads
 
-    @staticmethod
-    def inner_flops(model: ModelConfig, tokens: int, context: int) -> int:
-        """The recurrence as written: k S, the outer product k^T u, and q S, each a multiply-add per element of the state."""
-        return 6 * tokens * model.num_heads * model.head_dim**2
+    def __init__(self, config, model, group, parallel, ranks):
+        super().__init__(config, model, group, parallel, ranks)
+        self.A_log = self._parameter(self.local_heads, _draw_A_log, per_unit=True, dtype=torch.float32)
+        self.dt_bias = self._parameter(self.local_heads, _draw_dt_bias, per_unit=True, dtype=torch.float32)
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, layer: Layer, groups: ProcessGroupCollection):
-        super().__init__(config, model, layer, groups)
-        self.A_log = self._parameter(self.local_units, _draw_A_log, per_unit=True, dtype=torch.float32)
-        self.dt_bias = self._parameter(self.local_units, _draw_dt_bias, per_unit=True, dtype=torch.float32)
-        self.out_norm = self._parameter(model.head_dim, lambda shape, generator: torch.ones(shape), per_unit=False)
+    def activate(self, x: Tensor) -> Tensor:
+        return F.silu(x)
 
-    def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
-        q, k, v = (F.silu(parts[name]) for name in ("q", "k", "v"))
+    def recurrence(self, q, k, v, parts) -> tuple[GatedDeltaRule, tuple[Tensor, ...]]:
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = (F.normalize(x.to(wide), dim=-1).to(x.dtype) for x in (q, k))
-        g = -self.A_log.exp() * F.softplus(parts["a"][..., 0].to(wide) + self.dt_bias)
-        beta = parts["b"][..., 0].to(wide).sigmoid() * (2 if self.model.gdn.allow_neg_eigval else 1)
-        o = gated_delta_rule_over_ranks(q, k, v, g, beta, self.model.head_dim**-0.5, layout, self.groups.cp)
-        # One weight for heads on several tensor ranks: each rank has a part of its gradient, which this sums in the backward pass.
-        weight = copy_to_tensor_model_parallel_region(self.out_norm, group=self.groups.tp)
-        return F.rms_norm(o, weight.shape, weight, self.model.norm_eps) * F.silu(parts["z"])
+        a, b = (parts[name].flatten(2).to(wide) for name in ("a", "b"))
+        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        beta = b.sigmoid() * (2 if self.model.gdn.allow_neg_eigval else 1)
+        return GatedDeltaRule(), (q, k, v, g, beta)
 
     @staticmethod
-    def reference(
-        weights: dict[str, Tensor], hidden: Tensor, model: ModelConfig, layer: Layer, document_starts: Tensor | None = None
-    ) -> Tensor:
-        projected = (hidden @ weights["in_proj.weight"].T).unflatten(-1, (model.num_heads, -1))
-        q, k, v, z, a, b = projected.split(list(GDN.rows(model).values()), -1)
-        q, k, v = (x * torch.sigmoid(x) for x in (q, k, v))
+    def activate_by_definition(x: Tensor) -> Tensor:
+        return x / (1 + (-x).exp())
+
+    @staticmethod
+    def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:
         q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in (q, k))
-        g = -weights["mixer.A_log"].exp() * torch.log1p((a[..., 0] + weights["mixer.dt_bias"]).exp())
-        beta = (2 if model.gdn.allow_neg_eigval else 1) / (1 + (-b[..., 0]).exp())
-        o, _ = rule.recurrent(q, k, v, g, beta, scale=model.head_dim**-0.5, document_starts=document_starts)
-        o = o / (o.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * weights["mixer.out_norm"]
-        return (o * z * torch.sigmoid(z)).flatten(2) @ weights["out_proj.weight"].T
+        a, b = parts["a"].flatten(2), parts["b"].flatten(2)
+        g = -weights["A_log"].exp() * torch.log1p((a + weights["dt_bias"]).exp())
+        beta = (2 if model.gdn.allow_neg_eigval else 1) / (1 + (-b).exp())
+        return GatedDeltaRule().recurrent((q, k, v, g, beta), scale=model.head_dim**-0.5, document_starts=document_starts)[0]
 
 
 def _draw_A_log(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

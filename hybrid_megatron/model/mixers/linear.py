@@ -1,0 +1,227 @@
+"""What the linear mixers share: projections, short convolution, QK norm, RoPE, the recurrence over ranks, output norm and gate."""
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_megatron.config.schema import LinearConfig, ModelConfig, ParallelConfig
+from hybrid_megatron.model.attention.rope import rotate
+from hybrid_megatron.model.head_group import HeadGroup
+from hybrid_megatron.model.mixers import definitions
+from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES, Mixer, all_to_all_problems
+from hybrid_megatron.model.mixers.softmax import GATES, busiest_halo
+from hybrid_megatron.ops.head_exchange import recurrence_over_heads
+from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.short_convolution import short_convolution
+from hybrid_megatron.ops.state_passing import recurrence_over_ranks
+from hybrid_megatron.ops.swla import SlidingWindow
+from hybrid_megatron.parallel import SequenceLayout
+
+
+class LinearMixer(Mixer):
+    """A unit is one key-value head with the query heads that share it (one, unless num_kv_heads says otherwise): rows [q of each query head,
+    k, v, output gate of each query head, the mixer's own gates].
+
+    q, k and v pass through the short convolution and its SiLU, q and k through QK norm and RoPE; then the recurrence with scale d^-1/2, an
+    RMSNorm of each head's output with one weight for all heads, and the output gate. Gates, states and norm statistics are float32.
+    """
+
+    needs_fla = True
+
+    @staticmethod
+    @abstractmethod
+    def settings(model: ModelConfig) -> LinearConfig:
+        """This mixer's section of the recipe."""
+
+    @staticmethod
+    @abstractmethod
+    def gates(model: ModelConfig) -> dict[str, int]:
+        """Named rows of the mixer's own gates for one query head."""
+
+    @staticmethod
+    @abstractmethod
+    def gate_elements(model: ModelConfig) -> int:
+        """float32 elements of the gates that the recurrence takes, for one head and token."""
+
+    @staticmethod
+    @abstractmethod
+    def transition_columns(model: ModelConfig) -> int:
+        """Elements, for each row of a head's state, of what a span of tokens does to the state before it (see ops/recurrence.py)."""
+
+    @classmethod
+    def queries(cls, model: ModelConfig) -> int:
+        """Query heads of a unit."""
+        return model.num_heads // (cls.settings(model).num_kv_heads or model.num_heads)
+
+    @classmethod
+    def units(cls, model: ModelConfig, group: HeadGroup) -> int:
+        return group.heads // cls.queries(model)
+
+    @classmethod
+    def rows(cls, model: ModelConfig, group: HeadGroup) -> dict[str, int]:
+        queries, width = cls.queries(model), model.head_dim
+        gate = {} if cls.settings(model).output_gate == "none" else {"z": queries * width}
+        own = {name: queries * size for name, size in cls.gates(model).items()}
+        return {"q": queries * width, "k": width, "v": width} | gate | own
+
+    @classmethod
+    def columns(cls, model: ModelConfig, group: HeadGroup) -> int:
+        return cls.queries(model) * model.head_dim
+
+    @classmethod
+    def inner_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        """Output norm, QK norms and convolutions; subclasses add their gates'."""
+        settings, channels = cls.settings(model), (group.heads + 2 * cls.units(model, group)) * model.head_dim
+        return model.head_dim * (3 if settings.qk_norm else 1) + channels * settings.short_conv
+
+    @classmethod
+    def inner_flops(cls, model: ModelConfig, group: HeadGroup, tokens: int, context: int) -> int:
+        """The convolution, and the recurrence as written: so many multiply-adds per element of the state."""
+        channels = (group.heads + 2 * cls.units(model, group)) * model.head_dim
+        return 2 * tokens * (channels * cls.settings(model).short_conv + cls._state_products * group.heads * model.head_dim**2)
+
+    _state_products = 2
+    """Multiply-adds a token for each element of a head's state: the outer product k^T v, and q S."""
+
+    @classmethod
+    def state_bytes(cls, model: ModelConfig, group: HeadGroup, context: int) -> int:
+        """A state a head, and the convolution's last tokens."""
+        conv = max(cls.settings(model).short_conv - 1, 0) * (group.heads + 2 * cls.units(model, group)) * model.head_dim
+        return STATE_BYTES * group.heads * model.head_dim**2 + CACHE_BYTES * conv
+
+    @classmethod
+    def activation_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
+        """q, k, v and gates as the kernel takes them, its output (the norm's input) and the output gate's two factors."""
+        settings, width = cls.settings(model), model.head_dim
+        wide, narrow = group.heads * width, cls.units(model, group) * width
+        kept = 3 * wide + wide
+        if settings.output_gate != "none":
+            kept += 3 * wide  # z, the gate's value, the normalised output
+        if settings.qk_norm:
+            kept += wide + narrow
+        if settings.short_conv:
+            kept += 2 * (wide + 2 * narrow)  # its input and the SiLU's
+        return tokens * (kept * element + 4 * group.heads * (1 + cls.gate_elements(model)))
+
+    @classmethod
+    def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """The halo of the convolution, and the summaries of all other chunks (two a rank), or q, k, v, gates and o changed to heads and back."""
+        size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
+        if size == 1:
+            return 0
+        conv = max(cls.settings(model).short_conv - 1, 0)
+        channels = (heads + 2 * cls.units(model, group) // parallel.tensor) * width
+        halo = busiest_halo(conv, context, size) * channels * element
+        if parallel.context_linear == "states":
+            return halo + 2 * (size - 1) * heads * width * (width + cls.transition_columns(model)) * STATE_BYTES
+        moved = 4 * width * element + cls.gate_elements(model) * 4
+        return halo + context // size * heads * moved * (size - 1) // size
+
+    @classmethod
+    def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:
+        problems = super().check(model, group, parallel, context)
+        settings, name = cls.settings(model), group.mixer
+        if settings.output_gate not in ("none", *GATES):
+            problems.append(f"model.{name}.output_gate={settings.output_gate}: it must be one of none, {', '.join(GATES)}")
+        if settings.num_kv_heads is not None and model.num_heads % settings.num_kv_heads:
+            problems.append(f"model.{name}.num_kv_heads={settings.num_kv_heads}: it must divide model.num_heads={model.num_heads}")
+        elif group.heads % cls.queries(model):
+            problems.append(
+                f"pattern: {group} has {group.heads} heads of a layer, and with model.{name}.num_kv_heads={settings.num_kv_heads} every "
+                f"{cls.queries(model)} query heads share keys and values; give it a multiple of {cls.queries(model)} heads, or leave it null"
+            )
+        if not problems and parallel.context > 1:
+            if parallel.context_linear == "all_to_all":
+                problems += all_to_all_problems("context_linear", str(group), group.heads, parallel, "states")
+            elif group.inference.swla_window is not None:
+                problems.append(
+                    f"inference.swla_window={group.inference.swla_window}: under parallel.context={parallel.context} it needs whole "
+                    "sequences on a rank; set parallel.context_linear=all_to_all or parallel.context=1"
+                )
+        return problems
+
+    def __init__(self, config, model, group, parallel, ranks):
+        super().__init__(config, model, group, parallel, ranks)
+        settings = self.settings(model)
+        if settings.qk_norm:
+            self.q_norm, self.k_norm = self._norm_weight(), self._norm_weight()
+        if settings.short_conv:
+            widths = {"q": self.local_heads, "k": self.local_units, "v": self.local_units}
+            for name, heads in widths.items():
+                shape = (heads * model.head_dim, settings.short_conv)
+                setattr(self, f"conv_{name}", self._parameter(shape, _draw_convolution, per_unit=True, decayed=True))
+        self.out_norm = self._norm_weight()
+
+    @abstractmethod
+    def recurrence(self, q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor]) -> tuple[Recurrence, tuple[Tensor, ...]]:
+        """The recurrence and its inputs, from q, k, v [b, s, n, d] with each head's own keys and values, and the rows of the gates."""
+
+    def activate(self, x: Tensor) -> Tensor:
+        """What q, k and v pass through where there is no convolution, whose SiLU takes its place."""
+        return x
+
+    def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
+        settings, width = self.settings(self.model), self.model.head_dim
+        q, k, v = (self._convolved(parts[name], name, layout) for name in ("q", "k", "v"))
+        if settings.qk_norm:
+            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        if self.group.position == "rope":
+            q, k = rotate(q, layout, settings.rope_base), rotate(k, layout, settings.rope_base)
+        if self.queries(self.model) > 1:
+            k, v = (x.repeat_interleave(self.queries(self.model), dim=2) for x in (k, v))
+        o = self._recur(*self.recurrence(q, k, v, parts), layout)
+        o = self._norm(o, self.out_norm).unflatten(2, (self.local_units, -1)).flatten(3)
+        return o if settings.output_gate == "none" else o * GATES[settings.output_gate](parts["z"])
+
+    def _convolved(self, x: Tensor, name: str, layout: SequenceLayout) -> Tensor:
+        """[b, s, units, heads of a unit * d] -> [b, s, heads, d]."""
+        if self.settings(self.model).short_conv:
+            x = F.silu(short_convolution(x.flatten(2), getattr(self, f"conv_{name}"), layout, self.ranks.cp))
+            return x.unflatten(-1, (-1, self.model.head_dim))
+        return self.activate(x).unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3)
+
+    def _recur(self, recurrence: Recurrence, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
+        scale, inference = self.model.head_dim**-0.5, self.group.inference
+        if inference.swla_window is not None:
+            recurrence = SlidingWindow(recurrence, inference.swla_window, inference.swla_stride)
+        if layout.size > 1 and self.parallel.context_linear == "all_to_all":
+            return recurrence_over_heads(recurrence, inputs, scale, layout, self.ranks.cp)
+        return recurrence_over_ranks(recurrence, inputs, scale, layout, self.ranks.cp)
+
+    @classmethod
+    def reference(
+        cls, parts: dict[str, Tensor], weights: dict[str, Tensor], model: ModelConfig, group: HeadGroup, document_starts: Tensor | None
+    ) -> Tensor:
+        settings, width, queries = cls.settings(model), model.head_dim, cls.queries(model)
+        q, k, v = (parts[name].flatten(2) for name in ("q", "k", "v"))
+        if settings.short_conv:
+            q, k, v = (
+                definitions.gate(definitions.convolve(x, weights[f"conv_{name}"], document_starts), "silu")
+                for name, x in (("q", q), ("k", k), ("v", v))
+            )
+        else:
+            q, k, v = (cls.activate_by_definition(x) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (-1, width)) for x in (q, k, v))
+        q, k = definitions.normalised_and_turned(q, k, weights, settings, model, group.position)
+        k, v = (x.repeat_interleave(queries, dim=2) for x in (k, v))
+        o = cls.recur_by_definition(q, k, v, parts, weights, model, document_starts)
+        o = definitions.rms_norm(o, weights["out_norm"], model.norm_eps).unflatten(2, (-1, queries)).flatten(3)
+        return o if settings.output_gate == "none" else o * definitions.gate(parts["z"], settings.output_gate)
+
+    @staticmethod
+    def activate_by_definition(x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    @abstractmethod
+    def recur_by_definition(
+        q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor], weights: dict[str, Tensor], model: ModelConfig, document_starts: Tensor | None
+    ) -> Tensor:
+        """The gates and the recurrence, token by token: [b, s, n, d]."""
+
+
+def _draw_convolution(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Uniform within 1 / sqrt(width), as torch's Conv1d draws a convolution of single channels."""
+    return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5

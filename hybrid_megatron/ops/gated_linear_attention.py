@@ -1,0 +1,65 @@
+"""Gated linear attention (Yang et al., 2024, arXiv 2312.06635, equation 3): each row of the state decays by its own gate.
+
+    S_t = Diag(e^{g_t}) S_{t-1} + k_t^T v_t        o_t = scale * q_t S_t
+
+per head, with row vectors q_t, k_t [K], v_t [V], log gates g_t [K], finite and <= 0, state S [K, V].
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_megatron.ops import decay
+from hybrid_megatron.ops.chunks import cut, join, visible
+from hybrid_megatron.ops.documents import over_documents
+from hybrid_megatron.ops.recurrence import Recurrence
+
+CHUNK = 16
+
+
+class GatedLinearAttention(Recurrence):
+    """Inputs q, k [b, s, n, K], v [b, s, n, V], g [b, s, n, K] float32; transitions [b, n, K, 1]."""
+
+    input_names = ("q", "k", "v", "g")
+
+    def run(self, inputs, *, scale, initial_state=None, document_starts=None):
+        if not inputs[0].is_cuda:
+            return chunked(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
+        from fla.ops.gla import chunk_gla
+
+        return over_documents(partial(chunk_gla, scale=scale, output_final_state=True), inputs, initial_state, document_starts)
+
+    def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):
+        return decay.recurrent(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
+
+    def summary(self, inputs, document_starts=None):
+        _, k, v, g = inputs
+        g = g.to(torch.promote_types(g.dtype, torch.float32))
+        # Summed from the end: the tokens that matter most, the last ones, get the sums of the fewest gates.
+        after = F.pad(g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
+        transition = (after[:, 0] + g[:, 0]).exp()[..., None]
+        return decay.cut_by_documents(transition, document_starts), decay.decayed_sum(k, v, after, document_starts)
+
+
+def chunked(q, k, v, g, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:
+    """(o, final state) in chunks of 16 tokens, for the CPU; float32 for lower precisions, the given dtype otherwise.
+
+    Within a chunk each pair of tokens has its own sum of gates. Neither a difference of sums nor a quotient of products is taken, so that
+    strong gates cost weak ones no digits, and nothing overflows.
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    length, out_dtype = q.shape[1], v.dtype
+    q, k, v, g = (cut(x, CHUNK, work) for x in (q, k, v, g))
+    q = q * scale
+
+    place = torch.arange(CHUNK, device=q.device)
+    begin = torch.arange(CHUNK + 1, device=q.device)[:, None]
+    spans = (begin <= place) & (place <= place[:, None, None])  # [t, j + 1, l]: whether token l is one of j + 1 .. t
+    sums = (spans.flatten(0, 1).to(work) @ g).unflatten(-2, (CHUNK, CHUNK + 1))
+    decays = sums.masked_fill(~visible(document_starts, CHUNK, q.device)[..., None], float("-inf")).exp()
+
+    scores = (q[..., :, None, :] * decays[..., 1:, :] * k[..., None, :, :]).sum(-1)
+    o, final = decay.through_chunks(q, k, v, scores, decays, initial_state)
+    return join(o, length).to(out_dtype), final
