@@ -228,6 +228,25 @@ class TrackingConfig:
 
 
 @dataclass
+class InferenceConfig:
+    """Settings that change how a trained model computes on long inputs and need no other checkpoint; what acts on what: model/inference.py."""
+
+    logit_scale: str = "none"
+    """Factor on the logits of attention without position, inputs being longer than in training. log: ln L / ln L0 (L tokens of input, L0 in
+    training); hype: ln(t + a) / ln a at position t; constant."""
+    logit_scale_value: Optional[float] = None
+    """hype: the base a. constant: the factor."""
+    dynamic_ntk: bool = False
+    """Raise the RoPE base of attention to base * (L / L0)^(d / (d - 2)) on an input of L > L0 tokens."""
+    rope_window: Optional[int] = None
+    """Tokens that attention with RoPE sees, instead of all."""
+    swla_window: Optional[int] = None
+    """Tokens that the states of linear mixers reach back over, at most."""
+    swla_stride: Optional[int] = None
+    """Steps in tokens in which that window moves; null: a quarter of it."""
+
+
+@dataclass
 class RunConfig:
     """One recipe is one stage is one run folder."""
 

@@ -60,5 +60,3 @@ def account(config: RunConfig, plan: LayerPlan) -> Accounts:
         activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element)),
         context_bytes=by_mixer(lambda mixer, group: mixer.context_bytes(model, group, context, parallel, element)),
     )
-
-

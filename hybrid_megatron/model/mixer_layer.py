@@ -37,9 +37,7 @@ class MixerLayer(MegatronModule):
         self.in_proj = ColumnParallelLinear(model.hidden_size, self.order.rows, gather_output=False, skip_bias_add=False, **shared)
         if self.order.shared:
             self.shared_proj = SharedProjection(config, model.hidden_size, self.order.shared, pg_collection)
-        self.mixers = torch.nn.ModuleList(
-            MIXERS[group.mixer](config, model, group, parallel, pg_collection) for group in layer.groups
-        )
+        self.mixers = torch.nn.ModuleList(MIXERS[group.mixer](config, model, group, parallel, pg_collection) for group in layer.groups)
         self.out_proj = RowParallelLinear(self.order.columns, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared)
 
     def forward(self, hidden: Tensor, attention_mask=None, *, packed_seq_params: SequenceLayout, **_unused) -> tuple[Tensor, None]:

@@ -107,9 +107,7 @@ def _groups(config: RunConfig, entry: PatternEntry, where: str, problems: list[s
             f"{where}.heads: shares {' : '.join(map(str, shares))} do not divide model.num_heads={heads} evenly; "
             f"use shares that add up to one of {sums}, or another number of heads"
         )
-    return tuple(
-        _group(part, heads * part.share // sum(shares), f"{where}.heads[{i}]", problems) for i, part in enumerate(entry.heads)
-    )
+    return tuple(_group(part, heads * part.share // sum(shares), f"{where}.heads[{i}]", problems) for i, part in enumerate(entry.heads))
 
 
 def _group(entry: PatternEntry | HeadShare, heads: int, where: str, problems: list[str]) -> HeadGroup:

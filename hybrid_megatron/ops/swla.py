@@ -13,6 +13,28 @@ from torch import Tensor
 from hybrid_megatron.ops.recurrence import Recurrence
 
 
+class SlidingWindow(Recurrence):
+    """A recurrence that sees only its last `window` tokens. It has no state that passes on: it runs over whole samples only."""
+
+    def __init__(self, recurrence: Recurrence, window: int, stride: int):
+        self.recurrence, self.window, self.stride = recurrence, window, stride
+        self.input_names = recurrence.input_names
+
+    def run(self, inputs, *, scale, initial_state=None, document_starts=None):
+        assert initial_state is None, "a window begins from nothing"
+        window, stride = self.window, self.stride
+        return sliding_window(self.recurrence, inputs, scale=scale, window=window, stride=stride, document_starts=document_starts), None
+
+    def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):
+        raise NotImplementedError("its definition is overlapped_windows")
+
+    def summary(self, inputs, document_starts=None):
+        raise NotImplementedError("what a window saw is no function of the state before it alone")
+
+    def for_heads(self, heads: slice) -> "SlidingWindow":
+        return SlidingWindow(self.recurrence.for_heads(heads), self.window, self.stride)
+
+
 def sliding_window(
     recurrence: Recurrence, inputs: tuple[Tensor, ...], *, scale: float, window: int, stride: int, document_starts: Tensor | None = None
 ) -> Tensor:

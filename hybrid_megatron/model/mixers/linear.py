@@ -163,7 +163,7 @@ class LinearMixer(Mixer):
         return x
 
     def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
-        settings, width = self.settings(self.model), self.model.head_dim
+        settings = self.settings(self.model)
         q, k, v = (self._convolved(parts[name], name, layout) for name in ("q", "k", "v"))
         if settings.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
@@ -217,7 +217,13 @@ class LinearMixer(Mixer):
     @staticmethod
     @abstractmethod
     def recur_by_definition(
-        q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor], weights: dict[str, Tensor], model: ModelConfig, document_starts: Tensor | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parts: dict[str, Tensor],
+        weights: dict[str, Tensor],
+        model: ModelConfig,
+        document_starts: Tensor | None,
     ) -> Tensor:
         """The gates and the recurrence, token by token: [b, s, n, d]."""
 
