@@ -119,6 +119,34 @@ def windowed_attention(
     return torch.stack(heads, 2)
 
 
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, starts: Tensor | None = None) -> Tensor:
+    """o_t = sum_j p_tj v_j, p_t the softmax of scale q_t k_j over j = t - window + 1 .. t, none of them before t's document.
+
+    q [b, s, n, d]; k, v [b, s, n_kv, d].
+    """
+    s, group = k.shape[1], q.shape[2] // k.shape[2]
+    band = torch.ones(s, s, device=q.device).tril().triu(1 - window).bool().expand(q.shape[0], s, s)
+    if starts is not None:
+        begun = starts.long().cumsum(1)  # documents begun up to each token: none may begin after j up to t
+        band = band & (begun[:, :, None] == begun[:, None, :])
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    logits = torch.einsum("btnd,bjnd->bntj", q, k).masked_fill(~band[:, None], -torch.inf)
+    return torch.einsum("bntj,bjnd->btnd", torch.softmax(scale * logits, -1), v)
+
+
+def short_convolution(x: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
+    """y_t = sum_i weight[:, width - 1 - i] x_{t - i}, over the tokens of t's document alone. x [b, s, c], weight [c, width]."""
+    rows = []
+    for row in range(x.shape[0]):
+        begin, outputs = 0, []
+        for t in range(x.shape[1]):
+            begin = t if starts is not None and starts[row, t] else begin
+            seen = x[row, max(begin, t - weight.shape[1] + 1) : t + 1]
+            outputs.append((seen * weight[:, weight.shape[1] - len(seen) :].T).sum(0))
+        rows.append(torch.stack(outputs))
+    return torch.stack(rows)
+
+
 def rope(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
     """Turn the pair (x_i, x_{i + d/2}) of x [b, s, n, d] by position * base^(-2i/d), as a complex number is turned."""
     s, half = x.shape[1], x.shape[-1] // 2

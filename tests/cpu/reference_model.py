@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_megatron.config import RunConfig
-from hybrid_megatron.model.mixers import MIXERS
+from hybrid_megatron.model.mixer_layer import layer_reference
 from hybrid_megatron.model.pattern import plan_layers
 
 
@@ -24,7 +24,7 @@ def reference_loss(
         here = f"decoder.layers.{layer.number - 1}."
         mixer = {name.removeprefix(here + "self_attention."): w for name, w in weights.items() if name.startswith(here + "self_attention.")}
         hidden = norm(x, weights[here + "input_layernorm.weight"])
-        x = x + MIXERS[layer.mixer].reference(mixer, hidden, config.model, layer, document_starts)
+        x = x + layer_reference(mixer, hidden, config.model, layer, document_starts)
         gate, up = (norm(x, weights[here + "pre_mlp_layernorm.weight"]) @ weights[here + "mlp.linear_fc1.weight"].T).chunk(2, -1)
         x = x + (gate * torch.sigmoid(gate) * up) @ weights[here + "mlp.linear_fc2.weight"].T
     logits = norm(x, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T

@@ -9,7 +9,7 @@ from hybrid_megatron.model.attention.causal import causal_attention
 from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.parallel import SequenceLayout
 from tests import definitions
-from tests.cpu import op_cells
+from tests.cpu import attention_cells, op_cells
 from tests.definitions import relative_error
 
 SCALE = 0.25
@@ -97,6 +97,28 @@ def test_ranks_compute_the_whole(ranks, size, starts):
         check([o, *gradients], [x[:, positions] for x in expected], 1e-12)
 
 
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 4)])
+def test_shares_of_heads_are_the_whole(ranks, size, kv_heads, starts):
+    """Whole samples for a share of the heads on each rank, and keys and values gathered, against the definition."""
+    inputs, masked = draw(64, 4, kv_heads), starts_of(starts, 64)
+    expected = exact(inputs, masked)
+    cases = [{"exchange": "all_to_all"}, {"exchange": "gather"}]
+    for positions, results in ranks.run(size, attention_cells.attention_over_ranks, size, inputs, weights_of(inputs), masked, SCALE, cases):
+        for result in results:
+            check(result, [x[:, positions] for x in expected], 1e-12)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(AssertionError, match="3 heads do not divide by 2 context ranks"):
+        causal_attention(*draw(32, 3, 3), SequenceLayout(64, 2, 0), SCALE, None, exchange="all_to_all")
+
+
+def test_an_unknown_exchange_is_refused():
+    with pytest.raises(AssertionError, match="ring"):
+        causal_attention(*draw(64), SequenceLayout(64), SCALE, None, exchange="ring")
+
+
 @pytest.mark.parametrize("starts", ["none", "documents"])
 def test_later_tokens_do_not_reach_earlier_ones(starts):
     inputs, masked = draw(64), starts_of(starts, 64)
@@ -109,29 +131,6 @@ def test_later_tokens_do_not_reach_earlier_ones(starts):
 def test_a_wrong_length_is_refused():
     with pytest.raises(AssertionError, match="32 tokens under a layout of 64"):
         causal_attention(*draw(32), SequenceLayout(64), SCALE, None)
-
-
-@pytest.mark.parametrize("queries", [1, 100, 192, 333])
-@pytest.mark.parametrize("share", [0.0, 0.004, 0.03, 0.5])
-def test_blocks_of_document_masks(queries, share):
-    """The blocks that FlexAttention computes on a GPU, against torch's own, which builds the whole mask first."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    keys, offset = 700, 700 - queries
-    documents = (torch.rand(3, keys, generator=torch.Generator().manual_seed(queries)) < share).long().cumsum(1)
-    found = causal._document_blocks(documents, queries, offset)
-
-    def visible(b, h, query, key):
-        return (query + offset >= key) & (documents[b, query + offset] == documents[b, key])
-
-    expected = create_block_mask(visible, 3, None, queries, keys, device="cpu")
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        count, places = (getattr(expected, f"{kind}_{what}") for what in ("num_blocks", "indices"))
-        assert torch.equal(getattr(found, f"{kind}_num_blocks"), count), kind
-        listed = torch.arange(places.shape[-1]) < count[..., None]
-        assert torch.equal(getattr(found, f"{kind}_indices")[listed], places[listed]), kind
-    b, query, key = torch.randint(3, (500,)), torch.randint(queries, (500,)), torch.randint(keys, (500,))
-    assert torch.equal(found.mask_mod(b, 0, query, key), expected.mask_mod(b, 0, query, key))
 
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])

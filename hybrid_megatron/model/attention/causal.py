@@ -4,7 +4,7 @@ Backends: CUDA takes cuDNN's SDPA first, then flash (cuDNN measured 1.7 times fl
 so that no [s, s] mask is ever in memory; the CPU takes plain SDPA.
 """
 
-from functools import lru_cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +12,37 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask
 
+from hybrid_megatron.model.attention.block_masks import document_blocks
+from hybrid_megatron.model.attention.flex import flex
 from hybrid_megatron.parallel import SequenceLayout
+from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_from_heads
 from hybrid_megatron.parallel.sequence_layout import gathered_order
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 _CUDA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, context_group: ProcessGroup) -> Tensor:
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    scale: float,
+    context_group: ProcessGroup | None,
+    exchange: Literal["gather", "all_to_all"] = "gather",
+) -> Tensor:
     """softmax(scale * q k^T) v, each token over itself and all tokens before it (of its own document, if documents are masked).
 
     q [b, s, n, d]; k, v [b, s, m, d] with n a multiple of m (grouped-query attention); s is the local length. Returns [b, s, n, d].
-    With context parallelism the keys and values of all ranks are gathered, and each local chunk attends to the keys up to its own end.
+    With context parallelism, by `exchange`: "gather", the keys and values of all ranks are gathered, and each local chunk attends to the
+    keys up to its own end; "all_to_all", each rank computes whole samples for its share of the heads, and both n and m must divide by
+    the number of ranks.
     """
     assert q.shape[1] == layout.local_length, f"{q.shape[1]} tokens under a layout of {layout.local_length}"
+    if exchange == "all_to_all" and layout.size > 1:
+        return _over_shares_of_heads(q, k, v, layout, scale, context_group)
+    assert exchange in ("gather", "all_to_all"), exchange
     k, v = _gather_keys_and_values(k, v, layout, context_group)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     documents = None if layout.document_starts is None else layout.document_starts.long().cumsum(1)
@@ -44,7 +58,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, sc
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _gather_keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def _over_shares_of_heads(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, group: ProcessGroup) -> Tensor:
+    """A share of the query heads is that of the keys and values they use, since both are cut in order."""
+    q, k, v = (heads_from_sequence(x, layout, group) for x in (q, k, v))
+    whole = SequenceLayout(layout.context, document_starts=layout.document_starts)
+    return sequence_from_heads(causal_attention(q, k, v, whole, scale, None), layout, group)
+
+
+def _gather_keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sample in sequence order; the backward pass sums each rank's share of their gradients."""
     if layout.size == 1:
         return k, v
@@ -69,51 +90,8 @@ def _causal_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, document
     """As `_causal`, within documents; documents [b, keys] numbers each key's document."""
     offset = k.shape[2] - q.shape[2]
     if q.is_cuda:
-        return _flex_in_documents(q, k, v, scale, documents, offset)
+        return flex(q, k, v, document_blocks(documents, q.shape[2]), scale)
     position = torch.arange(k.shape[2], device=q.device)
     mask = position[offset:, None] >= position[None]
     mask = mask & (documents[:, offset:, None] == documents[:, None, :])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _flex_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Tensor, offset: int) -> Tensor:
-    mask = _document_blocks(documents, q.shape[2], offset)
-    return _compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _document_blocks(documents: Tensor, queries: int, offset: int) -> BlockMask:
-    """FlexAttention's mask for `queries` queries, the first at key `offset`; documents [b, keys].
-
-    torch's create_block_mask would first build the [b, queries, keys] mask. Document numbers only rise along a row, so the ends of two
-    blocks tell whether the queries of one see all, some or none of the keys of the other.
-    """
-    keys = documents.shape[1]
-
-    def blocks(first: int) -> tuple[Tensor, Tensor]:
-        """First and last place of each block of the places from `first` on."""
-        begin = torch.arange(first, keys, _BLOCK, device=documents.device)
-        return begin, (begin + _BLOCK - 1).clamp_max(keys - 1)
-
-    (query, last_query), (key, last_key) = ((x[:, None] for x in blocks(offset)), blocks(0))
-    some = (key <= last_query) & (documents[:, torch.minimum(last_key, last_query)] >= documents[:, query])
-    every = (last_key <= query) & (documents[:, None, key] == documents[:, last_query])
-    every = every & (last_query - query == _BLOCK - 1)  # a last block that is not full needs the mask
-
-    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, 1, query blocks] number of chosen key blocks, and [b, 1, query blocks, key blocks] their places, the chosen ones first."""
-        chosen = chosen[:, None].int()
-        return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
-
-    def visible(b, h, query, key):
-        return (query + offset >= key) & (documents[b, query + offset] == documents[b, key])
-
-    return BlockMask.from_kv_blocks(
-        *listed(some & ~every), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(queries, keys)
-    )
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)  # uncompiled it holds [s, s]: rather an error
