@@ -91,24 +91,10 @@ def causal_attention(
 
     q [b, s_q, n, d]; k, v [b, s, n_kv, d]; `query_positions` [s_q] are the queries' places in the sequence, 0 .. s-1 by default.
     """
-    return windowed_attention(q, k, v, k.shape[1], scale, starts, query_positions)
-
-
-def windowed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    scale: float,
-    starts: Tensor | None = None,
-    query_positions: Tensor | None = None,
-) -> Tensor:
-    """As `causal_attention`, a query at t seeing the `window` positions t - window + 1 .. t alone."""
     s, group = k.shape[1], q.shape[2] // k.shape[2]
     positions = torch.arange(s, device=q.device)
     asked = positions if query_positions is None else query_positions
-    distance = asked[:, None] - positions[None, :]
-    visible = ((distance >= 0) & (distance < window))[None]
+    visible = (positions[None, :] <= asked[:, None])[None]
     if starts is not None:
         document = starts.long().cumsum(1)
         visible = visible & (document[:, None, :] == document[:, asked, None])
@@ -170,23 +156,6 @@ def unit(x: Tensor) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """x sigmoid(x)."""
     return x / (1 + torch.exp(-x))
-
-
-def short_convolution(x: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
-    """y_t = sum over j of weight[c, W - 1 - j] x_{t - j}: a channel's last W tokens, the newest by the last weight, within its document.
-
-    x [b, s, c]; weight [c, W].
-    """
-    s, width = x.shape[1], weight.shape[1]
-    document = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device) if starts is None else starts.long().cumsum(1)
-    outputs = []
-    for t in range(s):
-        y = torch.zeros_like(x[:, t])
-        for j in range(min(width, t + 1)):
-            same_document = (document[:, t - j] == document[:, t])[:, None]
-            y = y + same_document * weight[:, width - 1 - j] * x[:, t - j]
-        outputs.append(y)
-    return torch.stack(outputs, 1)
 
 
 def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, allow_neg_eigval: bool) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,7 @@ MIXES = {
     "grouped queries beside heads of their own": (mix((GDN, 1), (NOPE, 1)), ["num_kv_heads=4"]),
     "grouped queries of two kinds": (mix((LIGHTNING, 1), (ROPE, 1)), ["num_kv_heads=4", "lightning.num_kv_heads=2"]),
     "all mixers, all options": (
-        mix((GLA | {"position": "rope"}, 2), (GDN, 2), (LIGHTNING, 2), (SWA, 1), (NOPE, 1)),
+        mix((GLA, 2), (GDN, 2), (LIGHTNING, 2), (SWA, 1), (NOPE, 1)),
         ["gla.short_conv=3", "gla.output_gate=sigmoid", "gdn.short_conv=4", "gdn.qk_norm=true", "lightning.num_kv_heads=4"]
         + ["swa.window=9", "swa.output_gate=silu", "attention.qk_norm=true", "attention.output_gate=sigmoid"],
     ),
@@ -226,9 +226,13 @@ def weights_of(block, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: parameter.detach().to(dtype) for name, parameter in block.self_attention.named_parameters()}
 
 
-def compare(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+def errors_of(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     assert found.keys() == expected.keys()
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    return {name: relative_error(found[name], expected[name]) for name in expected}
+
+
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    errors = errors_of(found, expected)
     worst = max(errors, key=errors.get)
     assert errors[worst] <= bound, f"{worst}: {errors[worst]:.2e}"
 
@@ -271,14 +275,36 @@ def test_fast_form_in_float64_is_the_definition(built, exact, name, starts):
 def test_fast_form_in_float32(built, exact, name, starts):
     """Outputs: products round by 2^-24 = 6e-8, and sums of 150 add a few of those up, 2e-6. Gradients of linear mixers also see the gates,
     summed over a chunk: a sum G carries |G| 2^-24, and so does the e^(G_t - G_j) that it is for (but for strong gates hardly anything is
-    left)."""
+    left). What is beyond that must be the formulas' own doing, see `sensitivity`."""
     config, groups, _, block = built(name)
     hidden = draw_hidden(config, LENGTHS[name])
     weights = weights_of(block, torch.float32)
     assert all(w.dtype == torch.float32 for w in weights.values())
-    found, expected = with_gradients(fast(block, starts_of(starts, LENGTHS[name])), weights, hidden.float()), dict(exact(name, starts))
-    compare({"output": found.pop("output")}, {"output": expected.pop("output")}, 2e-6)
-    compare(found, expected, 2e-6 + 2**-24 * largest_sum_of_gates(groups, weights_of(block, torch.float64), hidden))
+    places = starts_of(starts, LENGTHS[name])
+    found, expected = with_gradients(fast(block, places), weights, hidden.float()), exact(name, starts)
+    errors = errors_of(found, expected)
+    assert errors.pop("output") <= 2e-6
+    bound = 2e-6 + 2**-24 * largest_sum_of_gates(groups, weights_of(block, torch.float64), hidden)
+    beyond = {name: error for name, error in errors.items() if error > bound}
+    if beyond:
+        moved = sensitivity(lambda w, x: definitions.mixing_layer(w, x, groups, places), weights_of(block, torch.float64), hidden, expected)
+        for name, error in beyond.items():
+            assert error <= bound + 8 * moved[name], f"{name}: {error:.2e}, where a rounding of the input moves it by {moved[name]:.2e}"
+
+
+def sensitivity(form: Callable, weights: dict[str, Tensor], hidden: Tensor, expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far results move, in float64, when every parameter and input moves by at most 2^-24 of itself: the most of four random draws.
+
+    An output norm divides by what its head's sum has come to; where that sum has cancelled, as q k^T of a document's first token may have,
+    the gradient through it knows few digits, in whatever form it is computed.
+    """
+    random = torch.Generator().manual_seed(4)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x * (1 + 2**-24 * (2 * torch.rand(x.shape, generator=random, dtype=torch.float64) - 1))
+
+    draws = [with_gradients(form, {name: rounded(w) for name, w in weights.items()}, rounded(hidden)) for _ in range(4)]
+    return {name: max(relative_error(draw[name], expected[name]) for draw in draws) for name in expected}
 
 
 def largest_sum_of_gates(groups: list[Group], weights: dict[str, Tensor], hidden: Tensor) -> float:

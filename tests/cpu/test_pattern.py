@@ -75,6 +75,13 @@ def test_heads_by_share(recipe, shares, heads):
     assert groups(recipe([entry])) == [(("gdn", "nope", heads[0]), ("attention", "nope", heads[1]))] * 12
 
 
+def test_shares_are_proportions(recipe):
+    halves = (("gdn", "nope", 6), ("attention", "nope", 6))
+    for listed in ([GDN, NOPE], [GDN | {"share": 5}, NOPE | {"share": 5}], [GDN | {"share": 12}, NOPE | {"share": 12}]):
+        assert groups(recipe([{"heads": listed}])) == [halves] * 12
+    assert groups(recipe([{"heads": [GDN | {"share": 7}]}])) == [LINEAR] * 12
+
+
 def test_heads_of_several_mixers_in_the_order_written(recipe):
     entry = {"heads": [SWA | {"share": 1}, ROPE | {"share": 1}, GLA | {"share": 2}, LIGHTNING | {"share": 2}]}
     expected = (("swa", "rope", 2), ("attention", "rope", 2), ("gla", "nope", 4), ("lightning", "rope", 4))
@@ -125,7 +132,7 @@ def test_names_printed(recipe, pattern, names):
 
 def test_names_of_mixes_printed(recipe):
     printed = str(plan_layers(recipe([{"heads": [GDN | {"share": 3}, NOPE | {"share": 1}], "repeat": 3}, NOPE])))
-    head_wise, full = "gdn 9 + attention (nope) 3", "attention (nope)"
+    head_wise, full = "9 gdn + 3 attention (nope) heads", "attention (nope)"
     assert printed == ", ".join([f"{head_wise} x3", f"{full} x1"] * 3)
 
 
@@ -138,12 +145,18 @@ MIXERS = ["attention", "swa", "gla", "gdn", "lightning"]
 GATES = ["none", "sigmoid", "silu"]
 # name: (pattern, overrides, words and numbers that the one sentence must hold)
 PATTERNS = {
-    "shares that do not divide the heads": (heads(GDN | {"share": 3}, NOPE | {"share": 2}), [], ["pattern[0]", "5", "model.num_heads=12"]),
-    "shares of later entries too": ([GDN, *heads(GDN | {"share": 4}, NOPE | {"share": 1})], [], ["pattern[1]", "5", "model.num_heads=12"]),
-    "more shares than heads": (heads(GDN | {"share": 12}, NOPE | {"share": 12}), [], ["pattern[0]", "24", "model.num_heads=12"]),
-    "a pattern that does not divide the layers": ([GDN | {"repeat": 4}, NOPE], [], ["pattern", "5", "model.num_layers=12"]),
+    "shares that do not divide the heads": (
+        heads(GDN | {"share": 3}, NOPE | {"share": 2}), [], ["pattern[0].heads", "3 : 2", "model.num_heads=12", "2, 3, 4, 6, 12"],
+    ),
+    "shares of a later entry": (
+        [GDN, *heads(GDN | {"share": 4}, NOPE | {"share": 1})], [], ["pattern[1].heads", "4 : 1", "model.num_heads=12", "2, 3, 4, 6, 12"],
+    ),
+    "shares of three": (heads(GDN | {"share": 3}, SWA, NOPE), [WINDOW], ["3 : 1 : 1", "model.num_heads=12", "3, 4, 6, 12"]),
+    "less than a head": (heads(GDN | {"share": 23}, NOPE), [], ["pattern[0].heads", "23 : 1", "model.num_heads=12"]),
+    "a pattern that does not divide the layers": ([GDN | {"repeat": 4}, NOPE], [], ["5", "model.num_layers=12", "10", "15"]),
+    "a pattern longer than the model": ([GDN | {"repeat": 12}, NOPE], [], ["13", "model.num_layers=12"]),
     "layer shares that do not divide the layers": (
-        [GDN | {"share": 4}, NOPE | {"share": 1}], [], ["pattern", "5", "model.num_layers=12"],
+        [GDN | {"share": 4}, NOPE | {"share": 1}], [], ["4 : 1", "model.num_layers=12", "10", "15"],
     ),
     "mixer and heads": ([GDN | {"heads": [NOPE | {"share": 1}]}], [], ["pattern[0]", "mixer", "heads"]),
     "neither mixer nor heads": ([GDN, {"position": "nope"}], [], ["pattern[1]", "mixer", "heads"]),
@@ -151,7 +164,9 @@ PATTERNS = {
     "a share of nothing": (heads(GDN | {"share": 0}, NOPE | {"share": 1}), [], ["pattern[0].heads[0].share=0", "more than 0"]),
     "a share below nothing": (heads(GDN | {"share": 3}, NOPE | {"share": -1}), [], ["pattern[0].heads[1].share=-1", "more than 0"]),
     "a layer share of nothing": ([GDN | {"share": 0}, NOPE | {"share": 1}], [], ["pattern[0].share=0", "more than 0"]),
-    "a share beside a repeat": ([GDN | {"share": 3}, NOPE | {"repeat": 1}], [], ["pattern[1]", "share"]),
+    "a share in one entry alone": ([GDN | {"share": 3}, NOPE], [], ["pattern", "share", "every"]),
+    "a share beside a repeat": ([GDN | {"share": 3}, NOPE | {"share": 1, "repeat": 2}], [], ["pattern", "share", "repeat"]),
+    "a repeat among heads": (heads(GDN | {"repeat": 2}, NOPE), [], ["pattern[0].heads[0].repeat", "mixer", "position", "share"]),
     "an unknown mixer": ([{"mixer": "gated"}], [], ["pattern[0].mixer=gated", *MIXERS]),
     "an unknown mixer among heads": (
         heads(GDN | {"share": 1}, {"mixer": "glaa", "share": 1}), [], ["pattern[0].heads[1].mixer=glaa", *MIXERS],
@@ -160,7 +175,7 @@ PATTERNS = {
     "attention among heads without a position": (
         heads(GDN | {"share": 1}, {"mixer": "attention", "share": 1}), [], ["attention", "position", "rope", "nope"],
     ),
-    "a position that does not exist": ([GDN | {"position": "alibi"}], [], ["gdn", "alibi", "rope", "nope"]),
+    "a position that does not exist": ([GDN | {"position": "alibi"}], [], ["pattern[0].position=alibi", "rope", "nope"]),
     "a position above the heads": ([{"heads": [GDN | {"share": 1}], "position": "nope"}], [], ["pattern[0]", "position", "heads"]),
     "an odd head size under RoPE": ([GDN | {"position": "rope"}], ["model.head_dim=7"], ["model.head_dim=7", "even"]),
 }  # fmt: skip
