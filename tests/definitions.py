@@ -45,27 +45,28 @@ def gated_delta_rule(
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None = None, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """S_t = Diag(e^{g_t}) S_{t-1} + k_t^T v_t and o_t = scale q_t S_t, the transition written out as a matrix.
-
-    q, k, g [b, s, n, d_k]; v [b, s, n, d_v]; otherwise as `gated_delta_rule`.
-    """
-    b, s, n, d_k = k.shape
-    state = k.new_zeros(b, n, d_k, v.shape[-1]) if initial_state is None else initial_state
-    outputs = []
-    for t in range(s):
-        if starts is not None:
-            state = torch.where(starts[:, t, None, None, None], torch.zeros_like(state), state)
-        transition = torch.diag_embed(torch.exp(g[:, t]))
-        state = transition @ state + k[:, t, :, :, None] @ v[:, t, :, None, :]
-        outputs.append(scale * (q[:, t, :, None, :] @ state).squeeze(-2))
-    return torch.stack(outputs, 1), state
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t^T v_t and o_t = scale q_t S_t; shapes as for `gated_delta_rule`, but g [b, s, n, d_k]."""
+    return _with_transitions(q, k, v, lambda t: torch.diag_embed(torch.exp(g[:, t])), scale, initial_state, starts)
 
 
 def fixed_decay(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial_state: Tensor | None = None, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """S_t = gamma S_{t-1} + k_t^T v_t and o_t = scale q_t S_t, with one ln gamma a head, `log_decay` [n], for all tokens."""
-    return gated_linear_attention(q, k, v, log_decay[:, None].expand(k.shape), scale, initial_state, starts)
+    """S_t = gamma_h S_{t-1} + k_t^T v_t and o_t = scale q_t S_t, ln gamma_h = log_decay [n]."""
+    transition = torch.diag_embed(torch.exp(log_decay)[:, None].expand(-1, k.shape[-1]))
+    return _with_transitions(q, k, v, lambda t: transition, scale, initial_state, starts)
+
+
+def _with_transitions(q, k, v, transition, scale, initial_state, starts) -> tuple[Tensor, Tensor]:
+    """S_t = A_t S_{t-1} + k_t^T v_t with A_t = transition(t) [.., n, d_k, d_k]."""
+    state = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
+    outputs = []
+    for t in range(k.shape[1]):
+        if starts is not None:
+            state = torch.where(starts[:, t, None, None, None], torch.zeros_like(state), state)
+        state = transition(t) @ state + k[:, t, :, :, None] @ v[:, t, :, None, :]
+        outputs.append(scale * (q[:, t, :, None, :] @ state).squeeze(-2))
+    return torch.stack(outputs, 1), state
 
 
 def lightning_log_decay(heads: int) -> Tensor:
