@@ -54,10 +54,13 @@ class FusedAdamW(torch.optim.Optimizer):
             )
 
 
-def build_optimizer(config: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
-    """The distributed optimizer over FusedAdamW. Vectors (norms, gates, decays) get no weight decay: megatron-core's standard rule."""
+def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The distributed optimizer over FusedAdamW, for all chunks of a rank.
+
+    Vectors (norms, gates, decays) get no weight decay: megatron-core's standard rule.
+    """
     _use_fused_adamw()
-    optimizer = get_megatron_optimizer(optimizer_config(config), [model])
+    optimizer = get_megatron_optimizer(optimizer_config(config), model)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _find_states_where_they_are(part)
     return optimizer
