@@ -130,7 +130,7 @@ class TrainConfig:
     recompute: str = "none"
     """What the backward pass computes again instead of keeping it in memory; losses and gradients are the same. none. selective: the SwiGLU
     block of each layer, whose inner activations, the widest of a layer, cost FLOPs linear in the context. full: every layer, of which only
-    the input is kept, for about a third more FLOPs."""
+    the input is kept, for up to a third more FLOPs."""
 
 
 @dataclass
