@@ -1,9 +1,11 @@
 """The path of a run, from a valid recipe to a finished run folder."""
 
+import contextlib
 import math
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +70,10 @@ def train(config: RunConfig) -> Outcome:
     store = CheckpointStore(config.run_dir)
     console = Console(config, speaks=global_rank() == 0)
     newest = _newest_of(store, train_data)
-    init_from = _first_parameters(config) if newest is None else None
+    init_from = None
+    if newest is None and config.init_from is not None:
+        with _named_init_from():
+            init_from = checkpoint_at(Path(config.init_from))
     if newest is not None and newest[1].step >= config.num_steps:
         if global_rank() == 0:
             store.tidy(config.checkpoint.keep_last)
@@ -93,7 +98,8 @@ def _run(
     accounts = account(config, plan_layers(config))
     console.describe(state, accounts)
     newest, init_from = state.from_rank_0((store.newest(), init_from))  # a shared file system may show the others an older state
-    trainer = build_trainer(config, state, train_data, valid_data, None if newest else init_from)
+    with _named_init_from():
+        trainer = build_trainer(config, state, train_data, valid_data, None if newest else init_from)
     done = 0
     if newest is not None:
         progress = load_checkpoint(newest, trainer.model, trainer.optimizer, state)
@@ -220,12 +226,11 @@ def _newest_of(store: CheckpointStore, data: Dataset) -> tuple[Path, Progress] |
     return newest, progress
 
 
-def _first_parameters(config: RunConfig) -> Path | None:
-    """The checkpoint that a fresh run starts from, if the recipe names one."""
-    if config.init_from is None:
-        return None
+@contextlib.contextmanager
+def _named_init_from() -> Iterator[None]:
+    """An error about the checkpoint that a fresh run starts from names the setting."""
     try:
-        return checkpoint_at(Path(config.init_from))
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"init_from={error}") from None
 

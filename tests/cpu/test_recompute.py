@@ -32,7 +32,9 @@ def compute(ranks, tiny_data, layout: str, mask: str, mode: str) -> list[tuple]:
 def test_losses_and_gradients_are_bitwise_the_same(ranks, tiny_data, layout, mask):
     kept = compute(ranks, tiny_data, layout, mask, "none")
     for mode in MODES:
-        for (loss, _, gradients), (expected, _, expected_gradients) in zip(compute(ranks, tiny_data, layout, mask, mode), kept, strict=True):
+        for (loss, _, gradients), (expected, _, expected_gradients) in zip(
+            compute(ranks, tiny_data, layout, mask, mode), kept, strict=True
+        ):
             assert loss == expected
             for (name, _, offset, mine), (same_name, _, same_offset, theirs) in zip(gradients, expected_gradients, strict=True):
                 assert (name, offset) == (same_name, same_offset)
