@@ -236,7 +236,7 @@ class TrackingConfig:
 
 @dataclass
 class InferenceConfig:
-    """Settings that change how a trained model computes on long inputs and need no other checkpoint; model/inference.py has what acts on what."""
+    """Settings that change how a trained model computes on long inputs; what acts on what: model/inference.py."""
 
     logit_scale: str = "none"
     """Factor on the logits of attention without position, inputs being longer than in training. log: ln L / ln L0 (L tokens of input, L0 in

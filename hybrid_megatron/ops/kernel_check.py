@@ -1,8 +1,8 @@
 """A check of the linear mixers' kernels on the device at hand, before a run trusts them.
 
 Versions of Triton exist that compile flash-linear-attention's kernels into wrong gradients without a word (its issue 640). So each
-recurrence that a model uses runs once, forward and backward, at the model's head size, number of heads and type, against its definition in float64.
-The kernels it compiles are the ones that training uses.
+recurrence that a model uses runs once, forward and backward, at the model's head size, number of heads and type, against its definition in
+float64. The kernels it compiles are the ones that training uses.
 """
 
 import torch
