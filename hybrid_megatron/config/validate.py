@@ -52,6 +52,7 @@ def _choices(config: RunConfig) -> Iterator[str]:
         ("train.precision", config.train.precision, ("bf16", "fp32")),
         ("parallel.context_attention", config.parallel.context_attention, ("gather", "all_to_all")),
         ("parallel.context_linear", config.parallel.context_linear, ("states", "all_to_all")),
+        ("train.recompute", config.train.recompute, ("none", "selective", "full")),
         ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "disabled")),
     ):
         if value not in allowed:
@@ -82,8 +83,8 @@ def _layers(config: RunConfig) -> Iterator[str]:
         sizes = UnitOrder(config.model, layer.groups).possible_tensor_sizes()
         if parallel.tensor not in sizes:
             yield (
-                f"parallel.tensor={parallel.tensor}: layers of {layer} have {sizes[-1]} units of heads that may not be cut, and tensor must "
-                f"divide them; use one of {', '.join(map(str, sizes))}"
+                f"parallel.tensor={parallel.tensor}: layers of {layer} have {sizes[-1]} units of heads that may not be cut, and tensor "
+                f"must divide them; use one of {', '.join(map(str, sizes))}"
             )
 
 
@@ -113,10 +114,23 @@ def _context(config: RunConfig) -> Iterator[str]:
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
-    stages, layers = config.parallel.pipeline, config.model.num_layers
+    stages, chunks, layers = config.parallel.pipeline, config.parallel.virtual_pipeline, config.model.num_layers
     if layers % stages:
-        sizes = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
-        yield f"parallel.pipeline={stages}: it must divide model.num_layers={layers}; use one of {sizes}"
+        yield f"parallel.pipeline={stages}: it must divide model.num_layers={layers}; use one of {_divisors(layers)}"
+    elif layers % (stages * chunks):
+        yield (
+            f"parallel.virtual_pipeline={chunks}: pipeline * virtual_pipeline = {stages} * {chunks} must divide model.num_layers={layers}; "
+            f"with parallel.pipeline={stages} use one of {_divisors(layers // stages)}"
+        )
+    if chunks > 1 and stages == 1:
+        yield (
+            f"parallel.virtual_pipeline={chunks}: it cuts pipeline stages into chunks and parallel.pipeline=1; "
+            "leave it out or raise parallel.pipeline"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
@@ -147,4 +161,13 @@ def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"train.batch_tokens={train.batch_tokens}: it holds {config.batch_samples} samples of {train.context}, which must be a "
             f"multiple of train.micro_batch * data-parallel ranks = {train.micro_batch} * {data}; use another train.micro_batch or batch"
+        )
+        return
+    micro_batches = config.batch_samples // (train.micro_batch * data)
+    if parallel.virtual_pipeline > 1 and micro_batches % parallel.pipeline:
+        yield (
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: a step has {micro_batches} micro-batches on each data-parallel rank, "
+            f"which must be a multiple of parallel.pipeline={parallel.pipeline}; make train.batch_tokens={train.batch_tokens} a multiple "
+            f"of {train.context * train.micro_batch * data * parallel.pipeline}, lower train.micro_batch={train.micro_batch}, "
+            "or leave out virtual_pipeline"
         )

@@ -18,7 +18,14 @@ ZOO_LAYOUTS = {name: LAYOUTS[name] for name in LAYOUTS if not name.startswith("d
     "context 2 by all-to-all": (2, ["parallel.context=2", *ALL_TO_ALL]),
 }
 """The default tests' layouts for the models of all mixers."""
-FEW = ["tensor 2 + sequence", "context 2", "context 4", "pipeline 2 x virtual 2", "tensor 2 + sequence, context 2", "context 2 by all-to-all"]
+FEW = [
+    "tensor 2 + sequence",
+    "context 2",
+    "context 4",
+    "pipeline 2 x virtual 2",
+    "tensor 2 + sequence, context 2",
+    "context 2 by all-to-all",
+]
 
 
 @pytest.fixture(scope="module")
