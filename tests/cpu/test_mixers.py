@@ -319,7 +319,8 @@ def largest_sum_of_gates(groups: list[Group], weights: dict[str, Tensor], hidden
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_bfloat16_stays_near_the_definition(built, state, tiny_data, name):
-    """Gates and states stay float32. Each of the five roundings from the input to the output moves the result by 2^-9 at most: 1e-2."""
+    """Gates and states stay float32. Between the input and the output stand five to nine roundings (projections, convolution, SiLU, norms,
+    recurrence, gate), each of 2^-9 = 2e-3 at most and at random: 1e-2."""
     config, groups, _, block = built(name)
     narrow_config = layer_config(tiny_data, name, "train.precision=bf16")
     [narrow] = build_model(narrow_config, plan_layers(narrow_config), state).decoder.layers
@@ -332,6 +333,29 @@ def test_bfloat16_stays_near_the_definition(built, state, tiny_data, name):
     assert o.dtype == torch.bfloat16
     expected = definitions.mixing_layer({key: w.double() for key, w in weights.items()}, hidden.double(), groups)
     assert relative_error(o, expected) <= 1e-2
+
+
+def test_recurrences_take_their_gates_in_float32(state, tiny_data, monkeypatch):
+    """In bfloat16 the sum of a chunk's gates would know two digits; 1e-2 above would not see it here, a long sample would."""
+    config = layer_config(tiny_data, "all mixers, all options", "train.precision=bf16")
+    [narrow] = build_model(config, plan_layers(config), state).decoder.layers
+    taken = {}
+
+    def spied(mixer) -> Callable:
+        def recurrence(*arguments):
+            found = original(*arguments)
+            taken[mixer.group.mixer] = [x.dtype for x in found[1]]
+            return found
+
+        original = mixer.recurrence
+        return recurrence
+
+    for mixer in narrow.self_attention.mixers:
+        if mixer.group.mixer in ("gla", "gdn", "lightning"):
+            monkeypatch.setattr(mixer, "recurrence", spied(mixer))
+    through_layer(narrow, draw_hidden(config, 70).bfloat16(), None)
+    vectors = [torch.bfloat16] * 3
+    assert taken == {"gla": [*vectors, torch.float32], "gdn": [*vectors, torch.float32, torch.float32], "lightning": vectors}
 
 
 def through_layer(block, hidden: Tensor, starts: Tensor | None) -> Tensor:
