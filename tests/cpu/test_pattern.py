@@ -153,6 +153,7 @@ PATTERNS = {
     ),
     "shares of three": (heads(GDN | {"share": 3}, SWA, NOPE), [WINDOW], ["3 : 1 : 1", "model.num_heads=12", "3, 4, 6, 12"]),
     "less than a head": (heads(GDN | {"share": 23}, NOPE), [], ["pattern[0].heads", "23 : 1", "model.num_heads=12"]),
+    "more mixers than heads": (heads(*[GDN] * 13), [], ["pattern[0].heads", "model.num_heads=12"]),
     "a pattern that does not divide the layers": ([GDN | {"repeat": 4}, NOPE], [], ["5", "model.num_layers=12", "10", "15"]),
     "a pattern longer than the model": ([GDN | {"repeat": 12}, NOPE], [], ["13", "model.num_layers=12"]),
     "layer shares that do not divide the layers": (
@@ -176,6 +177,7 @@ PATTERNS = {
         heads(GDN | {"share": 1}, {"mixer": "attention", "share": 1}), [], ["attention", "position", "rope", "nope"],
     ),
     "a position that does not exist": ([GDN | {"position": "alibi"}], [], ["pattern[0].position=alibi", "rope", "nope"]),
+    "a position of no letters": ([GDN | {"position": ""}], [], ["pattern[0].position=", "rope", "nope"]),
     "a position above the heads": ([{"heads": [GDN | {"share": 1}], "position": "nope"}], [], ["pattern[0]", "position", "heads"]),
     "an odd head size under RoPE": ([GDN | {"position": "rope"}], ["model.head_dim=7"], ["model.head_dim=7", "even"]),
 }  # fmt: skip
@@ -216,6 +218,7 @@ def test_what_cannot_be_is_one_sentence(recipe, case):
     said = problem(lambda: validate(recipe(pattern, *overrides), 1))
     for words in expected:
         assert holds(said, words), f"{words} is missing: {said}"
+    assert "one of ," not in said, "nothing is offered"
 
 
 def problem(checked) -> str:
