@@ -253,7 +253,7 @@ def linear_inputs(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor
         if group.short_conv or group.mixer == "gdn":
             part = silu(part)
         if name != "v":
-            part = positioned(normalised(part, own, f"{name}_norm", group), group)
+            part = positioned(normalised(part, own, f"{name}_norm", group), group, starts if group.mixer == "gla" else None)
         if name != "q":
             part = torch.stack([part[:, :, head // group.queries] for head in range(group.heads)], 2)
         found[name] = part
@@ -264,8 +264,15 @@ def normalised(x: Tensor, own: dict[str, Tensor], name: str, group: Group) -> Te
     return rms_norm(x, own[name], group.norm_eps) if group.qk_norm else x
 
 
-def positioned(x: Tensor, group: Group) -> Tensor:
-    return x if group.rope_base is None else rope(x, group.rope_base)
+def positioned(x: Tensor, group: Group, starts: Tensor | None = None) -> Tensor:
+    """RoPE, if the group has it, counting from the start of the sample or, where starts are given, of each document."""
+    if group.rope_base is None or starts is None:
+        return x if group.rope_base is None else rope(x, group.rope_base)
+    rows = []
+    for row, begins in zip(x, starts):
+        cuts = [0, *(place for place in begins.nonzero()[:, 0].tolist() if place > 0), len(row)]
+        rows.append(torch.cat([rope(row[None, first:end], group.rope_base)[0] for first, end in zip(cuts, cuts[1:])]))
+    return torch.stack(rows)
 
 
 def gated(o: Tensor, x: Parts, group: Group) -> Tensor:

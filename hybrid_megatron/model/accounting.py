@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan
+from hybrid_megatron.model.unit_order import UnitOrder
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Accounts:
     """By mixer: what one sample of `train.context` tokens leaves for its continuation; recurrent states in 4 bytes an element, a window's
     or all keys and values in 2."""
     activation_bytes: dict[str, int]
-    """By mixer: what one sample keeps for the backward pass between the projections of all its layers."""
+    """By mixer, and `order` for copies that bring a head-wise layer's rows together: what one sample of `train.context` tokens keeps for
+    the backward pass between the inputs of the projections of all its layers, nothing recomputed and on one rank."""
     context_bytes: dict[str, int]
     """By mixer: what the busiest context rank receives in the forward pass of a sample, over all layers; 0 without context parallelism."""
 
@@ -57,6 +59,7 @@ def account(config: RunConfig, plan: LayerPlan) -> Accounts:
         params,
         flops,
         state_bytes=by_mixer(lambda mixer, group: mixer.state_bytes(model, group, context)),
-        activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element)),
+        activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element))
+        | {"order": sum(UnitOrder(model, layer.groups).copied_rows for layer in plan) * context * element},
         context_bytes=by_mixer(lambda mixer, group: mixer.context_bytes(model, group, context, parallel, element)),
     )

@@ -76,13 +76,13 @@ class SharedProjection(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(rows, hidden_size, dtype=config.params_dtype, device=platform.device()))
         self.weight.sequence_parallel = config.sequence_parallel  # each tensor rank then has its tokens' part of the gradient
         self.weight.no_weight_decay = True
-        self.ranks = ranks
+        self.sequence_parallel, self.ranks = config.sequence_parallel, ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [s, b, h] (this tensor rank's share of s under sequence parallelism) -> [s, b, rows] of all tokens."""
         projected = torch.nn.functional.linear(hidden, self.weight)
         # Each rank's units use the whole result: the backward pass adds their gradients up.
-        if self.weight.sequence_parallel:
+        if self.sequence_parallel:
             return gather_from_sequence_parallel_region(projected, tensor_parallel_output_grad=True, group=self.ranks.tp)
         return copy_to_tensor_model_parallel_region(projected, group=self.ranks.tp)
 

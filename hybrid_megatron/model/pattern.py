@@ -101,7 +101,9 @@ def _groups(config: RunConfig, entry: PatternEntry, where: str, problems: list[s
     if entry.position is not None:
         problems.append(f"{where}.position={entry.position}: in a head-wise entry each of its `heads` says its own position")
     shares = [part.share for part in entry.heads]
-    if any(heads * share % sum(shares) for share in shares):
+    if len(shares) > heads:
+        problems.append(f"{where}.heads: {len(shares)} mixers cannot share model.num_heads={heads} heads; name at most {heads}")
+    elif any(heads * share % sum(shares) for share in shares):
         sums = ", ".join(str(size) for size in range(len(shares), heads + 1) if heads % size == 0)
         problems.append(
             f"{where}.heads: shares {' : '.join(map(str, shares))} do not divide model.num_heads={heads} evenly; "
@@ -115,8 +117,8 @@ def _group(entry: PatternEntry | HeadShare, heads: int, where: str, problems: li
         problems.append(f"{where}.mixer={entry.mixer}: there is no such mixer; mixers are {', '.join(MIXERS)}")
         return HeadGroup(entry.mixer, "nope", heads)
     default = MIXERS[entry.mixer].default_position
-    position = entry.position or default
+    position = default if entry.position is None else entry.position
     if position not in ("rope", "nope"):
-        said = f"position={entry.position}: it" if entry.position else f"mixer={entry.mixer}: its position"
+        said = f"mixer={entry.mixer}: its position" if entry.position is None else f"position={entry.position}: it"
         problems.append(f"{where}.{said} must be rope or nope" + (f", or left out for {default}" if default else ""))
     return HeadGroup(entry.mixer, position, heads)

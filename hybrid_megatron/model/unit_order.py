@@ -45,6 +45,12 @@ class UnitOrder:
         """Rows of the shared projection; 0 where no group has any."""
         return sum(sum(rows.values()) for rows in self.shared_rows)
 
+    @property
+    def copied_rows(self) -> int:
+        """Rows that `cut` copies, over all units: those of a group with several units in a layer unit lie in pieces."""
+        copied = sum(inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows) if inside > 1)
+        return self.units * copied if len(self._inside) > 1 else 0
+
     def possible_tensor_sizes(self) -> list[int]:
         return [size for size in range(1, self.units + 1) if self.units % size == 0]
 

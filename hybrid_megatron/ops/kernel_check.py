@@ -27,9 +27,9 @@ _WAY_OUT = (
 
 def kernel_problem(mixer: str, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """What is wrong with the kernels of a linear mixer on this device, in one sentence; None if nothing is."""
-    recurrence, inputs = _example(mixer, heads, width, dtype)
+    recurrence, inputs = _example(mixer, heads, width, dtype, device)
     try:
-        errors = relative_errors(recurrence, tuple(x.to(device) for x in inputs))
+        errors = relative_errors(recurrence, inputs)
     except RuntimeError as error:  # FLA refuses the pairs of triton and GPU that it knows to be wrong
         return f"the kernels of mixer {mixer} do not run on {_device_name(device)}: {str(error).splitlines()[0]}; {_WAY_OUT}"
     name = max(errors, key=errors.get)
@@ -62,13 +62,12 @@ def _relative(mine: Tensor, theirs: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _example(mixer: str, heads: int, width: int, dtype: torch.dtype) -> tuple[Recurrence, tuple[Tensor, ...]]:
+def _example(mixer: str, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Recurrence, tuple[Tensor, ...]]:
     """A recurrence and inputs of ordinary size."""
     random = torch.Generator().manual_seed(0)
-    shape = (1, TOKENS, heads, width)
-    q, k, v, gate = (torch.randn(shape, generator=random) for _ in range(4))
+    q, k, v, gate = (torch.randn(1, TOKENS, heads, width, generator=random).to(device) for _ in range(4))
     if mixer == "lightning":
-        return FixedDecay(lightning_log_decay(heads)), tuple(x.to(dtype) for x in (q, k, v))
+        return FixedDecay(lightning_log_decay(heads).to(device)), tuple(x.to(dtype) for x in (q, k, v))
     if mixer == "gla":
         return GatedLinearAttention(), (*(x.to(dtype) for x in (q, k, v)), F.logsigmoid(gate) / 16)
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)

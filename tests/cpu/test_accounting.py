@@ -120,7 +120,7 @@ def test_hybrids_of_776m(mixer, context):
 
 
 def test_state_bytes():
-    """gdn, gla, lightning: float32 states of 128 x 128 a head at any length. Softmax: keys and values in 2 bytes, of all tokens or the window."""
+    """gdn, gla, lightning: float32 states of 128 x 128 a head at any length. Softmax: keys and values, 2 bytes, all or the window's."""
     for context in (4096, 65_536):
         for mixer, expected in (
             ("gdn", 9 * 12 * 128 * 128 * 4),

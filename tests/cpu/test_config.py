@@ -165,7 +165,10 @@ def test_all_missing_values_are_named_at_once(recipe):
 
 
 RULES = {
-    "mixer": (["pattern=[{mixer: gdnn}]"], ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, swa, gla, gdn, lightning"]),
+    "mixer": (
+        ["pattern=[{mixer: gdnn}]"],
+        ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, swa, gla, gdn, lightning"],
+    ),
     "position": (["pattern=[{mixer: attention}]"], ["pattern[0].mixer=attention: its position must be rope or nope"]),
     "not finite": (["optimizer.clip_grad=.inf"], ["optimizer.clip_grad=inf: it must be a finite number"]),
     "negative": (["train.tokens=-5"], ["train.tokens=-5: it must be more than 0"]),
@@ -191,7 +194,7 @@ RULES = {
     "tensor 3": (
         ["parallel.tensor=3"],
         [
-            "parallel.tensor=3: layers of gdn have 8 units of heads that may not be cut, and tensor must divide them; use one of 1, 2, 4, 8",
+            "parallel.tensor=3: layers of gdn have 8 units of heads that may not be cut, and tensor must divide them; use one of 1, 2",
             "parallel.tensor=3: it must divide model.vocab_size=512; use another tensor size, or 513",
             "parallel: tensor * context * pipeline = 3 * 1 * 1 = 3 must divide the 1 process of this run",
         ],

@@ -367,6 +367,8 @@ def through_layer(block, hidden: Tensor, starts: Tensor | None) -> Tensor:
 
 PACKED = [
     *PLAIN,
+    "gla, rope",
+    "gla, all together",
     "gla, convolution",
     "gdn, all together",
     "lightning, all together",

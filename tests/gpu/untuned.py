@@ -13,11 +13,14 @@ class _Settled(Exception):
 
 
 def spare_autotuning() -> None:
-    """Change Triton's Autotuner in this process."""
+    """Change Triton's Autotuner in this process, once."""
     if os.environ.get("HYBRID_MEGATRON_AUTOTUNE") == "1":
         return
     from triton.runtime.autotuner import Autotuner
 
+    if getattr(Autotuner, "_spared", False):
+        return
+    Autotuner._spared = True
     look_up, time_config = Autotuner.check_disk_cache, Autotuner._bench
 
     def run_once(self, kernel_call, quantiles) -> list[float]:

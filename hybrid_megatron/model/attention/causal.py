@@ -55,7 +55,7 @@ def causal_attention(
             outputs.append(_causal(queries, keys, values, scale))
         else:
             outputs.append(_causal_in_documents(queries, keys, values, scale, documents[:, :end]))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
 
 
 def _over_shares_of_heads(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, group: ProcessGroup) -> Tensor:

@@ -8,18 +8,32 @@ from torch import Tensor
 from hybrid_megatron.parallel import SequenceLayout
 
 
-def rotate(x: Tensor, layout: SequenceLayout, base: float) -> Tensor:
-    """Rotate x [b, s, n, d] by its global positions: pair (i, i + d/2) turns by position * base^(-2i/d). Computed in float32 or wider."""
+def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: bool = False) -> Tensor:
+    """Rotate x [b, s, n, d] by its global positions: pair (i, i + d/2) turns by position * base^(-2i/d). Computed in float32 or wider.
+
+    `within_documents`: where documents are masked, positions count from the start of each. In attention only distances matter, and it is
+    the same; not so where the channels of a pair decay apart.
+    """
     work = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = _table(layout.context, layout.size, layout.rank, x.shape[-1], base, work, str(x.device))
+    table = (x.shape[-1], base, work, str(x.device))
+    if within_documents and layout.document_starts is not None:
+        positions = layout.local(_positions_in_documents(layout.document_starts))
+        cos, sin = (whole[positions] for whole in _table(SequenceLayout(layout.context), *table))
+    else:
+        cos, sin = _table(SequenceLayout(layout.context, layout.size, layout.rank), *table)
     first, second = x.to(work).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 @lru_cache(maxsize=32)
-def _table(context: int, size: int, rank: int, dim: int, base: float, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+def _table(layout: SequenceLayout, dim: int, base: float, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """cos and sin [s, 1, d/2]; angles in float64, since a position times a frequency loses digits in float32."""
-    positions = SequenceLayout(context, size, rank).positions(device).double()
     frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
-    angles = (positions[:, None] * frequencies)[:, None]
+    angles = (layout.positions(device).double()[:, None] * frequencies)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _positions_in_documents(starts: Tensor) -> Tensor:
+    """[b, s] tokens since the start of the document, from the sample's start before the first."""
+    position = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
+    return position - (position * starts).cummax(dim=1).values

@@ -37,7 +37,7 @@ def windowed_attention(
         end = (chunk + 1) * length
         seen = None if documents is None else documents[:, end - keys.shape[1] : end]
         outputs.append(_windowed(*(x.transpose(1, 2) for x in (queries, keys, values)), window, scale, seen))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
 
 
 def _keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, window: int, group: ProcessGroup | None) -> list[tuple[Tensor, Tensor]]:

@@ -84,8 +84,8 @@ class Mixer(MegatronModule):
     @classmethod
     @abstractmethod
     def activation_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
-        """What the group keeps for the backward pass between the projections, for `tokens` tokens of samples that are whole on one rank,
-        with the kernels used on CUDA; `element` bytes an activation. The projections' own inputs are not in it."""
+        """What the group keeps for the backward pass, its projected rows included, for `tokens` tokens of samples that are whole on one
+        rank, with the kernels used on CUDA; `element` bytes an activation. The projections' own inputs are not in it."""
 
     @classmethod
     @abstractmethod

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybrid_megatron.config.schema import ModelConfig
+from hybrid_megatron.config.schema import LinearConfig, ModelConfig, SoftmaxConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,13 +16,16 @@ def gate(x: Tensor, kind: str) -> Tensor:
     return x * open_ if kind == "silu" else open_
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
-    """RoPE of x [b, s, n, d]: complex multiplication of the pairs (i, i + d/2) by e^{i position base^(-2i/d)}."""
+def rotate(x: Tensor, base: float, document_starts: Tensor | None) -> Tensor:
+    """RoPE of x [b, s, n, d]: complex multiplication of the pairs (i, i + d/2) by e^{i position base^(-2i/d)}, positions from the start of
+    the sample, or of each document if their starts are given."""
     length, width = x.shape[1], x.shape[-1]
-    position = torch.arange(length, device=x.device, dtype=torch.float64)
-    angle = position[:, None] * base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float64) / width)
+    position = torch.arange(length, device=x.device).expand(x.shape[0], length)
+    if document_starts is not None:
+        position = torch.stack([p - torch.where(row, p, 0).cummax(0).values for p, row in zip(position, document_starts)])
+    angle = position[..., None] * base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float64) / width)
     pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :])
-    turned = pairs * torch.polar(torch.ones_like(angle), angle).to(pairs.dtype)[:, None]
+    turned = pairs * torch.polar(torch.ones_like(angle), angle).to(pairs.dtype)[:, :, None]
     return torch.cat((turned.real, turned.imag), -1)
 
 
@@ -57,10 +60,18 @@ def rows_of_heads(x: Tensor, width: int) -> Tensor:
     return x.unflatten(-1, (-1, width)).flatten(2, 3)
 
 
-def normalised_and_turned(q: Tensor, k: Tensor, weights: dict[str, Tensor], settings, model: ModelConfig, position: str):
+def normalised_and_turned(
+    q: Tensor,
+    k: Tensor,
+    weights: dict[str, Tensor],
+    settings: SoftmaxConfig | LinearConfig,
+    model: ModelConfig,
+    position: str,
+    document_starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """QK norm and RoPE, where the settings and the position ask for them."""
     if settings.qk_norm:
         q, k = rms_norm(q, weights["q_norm"], model.norm_eps), rms_norm(k, weights["k_norm"], model.norm_eps)
     if position == "rope":
-        q, k = rotate(q, settings.rope_base), rotate(k, settings.rope_base)
+        q, k = rotate(q, settings.rope_base, document_starts), rotate(k, settings.rope_base, document_starts)
     return q, k

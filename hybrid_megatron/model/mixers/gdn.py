@@ -13,13 +13,14 @@ from torch import Tensor
 from hybrid_megatron.config.schema import GDNConfig, ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.linear import LinearMixer
-from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
+from hybrid_megatron.ops.gated_delta_rule import CHUNK, GatedDeltaRule
 
 
 class GDN(LinearMixer):
     """Adds to LinearMixer's: rows [a (decay), b (beta)] of each head, parameters A_log and dt_bias. Without position unless asked."""
 
     default_position = "nope"
+    activates = True
     _state_products = 3  # k S too
 
     @staticmethod
@@ -35,6 +36,11 @@ class GDN(LinearMixer):
         return 2
 
     @staticmethod
+    def kernel_bytes(model: ModelConfig, element: int) -> int:
+        """q and k before their L2 norms, both norms twice, six times a gate, in float32; the inverse of the chunk's triangular matrix."""
+        return 4 * (2 * model.head_dim + 4 + 6) + element * CHUNK
+
+    @staticmethod
     def transition_columns(model: ModelConfig) -> int:
         return model.head_dim
 
@@ -47,9 +53,6 @@ class GDN(LinearMixer):
         self.A_log = self._parameter(self.local_heads, _draw_A_log, per_unit=True, dtype=torch.float32)
         self.dt_bias = self._parameter(self.local_heads, _draw_dt_bias, per_unit=True, dtype=torch.float32)
 
-    def activate(self, x: Tensor) -> Tensor:
-        return F.silu(x)
-
     def recurrence(self, q, k, v, parts) -> tuple[GatedDeltaRule, tuple[Tensor, ...]]:
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = (F.normalize(x.to(wide), dim=-1).to(x.dtype) for x in (q, k))
@@ -57,10 +60,6 @@ class GDN(LinearMixer):
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         beta = b.sigmoid() * (2 if self.model.gdn.allow_neg_eigval else 1)
         return GatedDeltaRule(), (q, k, v, g, beta)
-
-    @staticmethod
-    def activate_by_definition(x: Tensor) -> Tensor:
-        return x / (1 + (-x).exp())
 
     @staticmethod
     def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:

@@ -17,6 +17,7 @@ class GLA(LinearMixer):
     """Adds to LinearMixer's: shared rows [w (W1 x)], parameters gate_up (W2) and gate_bias. Without position unless asked."""
 
     default_position = "nope"
+    positions_within_documents = True  # the two channels that RoPE turns together have gates of their own
 
     @staticmethod
     def settings(model: ModelConfig) -> GLAConfig:
@@ -33,6 +34,11 @@ class GLA(LinearMixer):
     @staticmethod
     def gate_elements(model: ModelConfig) -> int:
         return model.head_dim
+
+    @staticmethod
+    def kernel_bytes(model: ModelConfig, element: int) -> int:
+        """In float32 the gates, what logsigmoid takes, and FLA's scores within chunks of 64 tokens."""
+        return 4 * (2 * model.head_dim + 64)
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:

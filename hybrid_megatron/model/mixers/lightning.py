@@ -29,6 +29,10 @@ class Lightning(LinearMixer):
         return 0
 
     @staticmethod
+    def kernel_bytes(model: ModelConfig, element: int) -> int:
+        return 0
+
+    @staticmethod
     def transition_columns(model: ModelConfig) -> int:
         return 0  # known beforehand
 

@@ -29,6 +29,10 @@ class LinearMixer(Mixer):
     """
 
     needs_fla = True
+    activates = False
+    """Whether q, k and v pass through SiLU without a convolution too."""
+    positions_within_documents = False
+    """Whether RoPE counts from the start of each masked document, because not only distances matter."""
 
     @staticmethod
     @abstractmethod
@@ -44,6 +48,11 @@ class LinearMixer(Mixer):
     @abstractmethod
     def gate_elements(model: ModelConfig) -> int:
         """float32 elements of the gates that the recurrence takes, for one head and token."""
+
+    @staticmethod
+    @abstractmethod
+    def kernel_bytes(model: ModelConfig, element: int) -> int:
+        """What gates, their making and the kernel keep for the backward pass beside q, k, v and o, for one head and token."""
 
     @staticmethod
     @abstractmethod
@@ -93,17 +102,19 @@ class LinearMixer(Mixer):
 
     @classmethod
     def activation_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
-        """q, k, v and gates as the kernel takes them, its output (the norm's input) and the output gate's two factors."""
-        settings, width = cls.settings(model), model.head_dim
-        wide, narrow = group.heads * width, cls.units(model, group) * width
-        kept = 3 * wide + wide
+        settings, units = cls.settings(model), cls.units(model, group)
+        wide, narrow = group.heads * model.head_dim, units * model.head_dim
+        kept = units * sum(cls.rows(model, group).values()) + sum(cls.shared_rows(model, group).values())
+        kept += 4 * wide  # q, k and v as the kernel takes them, and its output
         if settings.output_gate != "none":
-            kept += 3 * wide  # z, the gate's value, the normalised output
-        if settings.qk_norm:
-            kept += wide + narrow
+            kept += 2 * wide  # the normalised output and the gate's value
         if settings.short_conv:
-            kept += 2 * (wide + 2 * narrow)  # its input and the SiLU's
-        return tokens * (kept * element + 4 * group.heads * (1 + cls.gate_elements(model)))
+            kept += wide + 2 * narrow  # what SiLU takes
+        if settings.qk_norm and (settings.short_conv or cls.activates):
+            kept += wide + narrow  # what the norms take
+        sums = group.heads + (group.heads + units if settings.qk_norm else 0)  # root mean squares
+        convolved = (wide + 2 * narrow) if settings.short_conv else 0  # in float32
+        return tokens * (kept * element + 4 * (sums + convolved) + group.heads * cls.kernel_bytes(model, element))
 
     @classmethod
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
@@ -158,17 +169,13 @@ class LinearMixer(Mixer):
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor]) -> tuple[Recurrence, tuple[Tensor, ...]]:
         """The recurrence and its inputs, from q, k, v [b, s, n, d] with each head's own keys and values, and the rows of the gates."""
 
-    def activate(self, x: Tensor) -> Tensor:
-        """What q, k and v pass through where there is no convolution, whose SiLU takes its place."""
-        return x
-
     def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
         settings = self.settings(self.model)
         q, k, v = (self._convolved(parts[name], name, layout) for name in ("q", "k", "v"))
         if settings.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         if self.group.position == "rope":
-            q, k = rotate(q, layout, settings.rope_base), rotate(k, layout, settings.rope_base)
+            q, k = (rotate(x, layout, settings.rope_base, within_documents=self.positions_within_documents) for x in (q, k))
         if self.queries(self.model) > 1:
             k, v = (x.repeat_interleave(self.queries(self.model), dim=2) for x in (k, v))
         o = self._recur(*self.recurrence(q, k, v, parts), layout)
@@ -180,7 +187,8 @@ class LinearMixer(Mixer):
         if self.settings(self.model).short_conv:
             x = F.silu(short_convolution(x.flatten(2), getattr(self, f"conv_{name}"), layout, self.ranks.cp))
             return x.unflatten(-1, (-1, self.model.head_dim))
-        return self.activate(x).unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3)
+        x = F.silu(x) if self.activates else x
+        return x.unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3)
 
     def _recur(self, recurrence: Recurrence, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
         scale, inference = self.model.head_dim**-0.5, self.group.inference
@@ -201,18 +209,15 @@ class LinearMixer(Mixer):
                 definitions.gate(definitions.convolve(x, weights[f"conv_{name}"], document_starts), "silu")
                 for name, x in (("q", q), ("k", k), ("v", v))
             )
-        else:
-            q, k, v = (cls.activate_by_definition(x) for x in (q, k, v))
+        elif cls.activates:
+            q, k, v = (definitions.gate(x, "silu") for x in (q, k, v))
         q, k, v = (x.unflatten(-1, (-1, width)) for x in (q, k, v))
-        q, k = definitions.normalised_and_turned(q, k, weights, settings, model, group.position)
+        starts = document_starts if cls.positions_within_documents else None
+        q, k = definitions.normalised_and_turned(q, k, weights, settings, model, group.position, starts)
         k, v = (x.repeat_interleave(queries, dim=2) for x in (k, v))
         o = cls.recur_by_definition(q, k, v, parts, weights, model, document_starts)
         o = definitions.rms_norm(o, weights["out_norm"], model.norm_eps).unflatten(2, (-1, queries)).flatten(3)
         return o if settings.output_gate == "none" else o * definitions.gate(parts["z"], settings.output_gate)
-
-    @staticmethod
-    def activate_by_definition(x: Tensor) -> Tensor:
-        return x
 
     @staticmethod
     @abstractmethod

@@ -67,16 +67,17 @@ class SoftmaxMixer(Mixer):
 
     @classmethod
     def activation_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
-        """q, k, v as the kernel takes them, its output and the log of the softmax's sum (float32)."""
-        settings, width = cls.settings(model), model.head_dim
-        keys = cls.units(model, group) * width
-        queries = group.heads * width
-        kept = queries + 2 * keys + queries
-        if settings.output_gate != "none":  # z and the gate's value
-            kept += 2 * queries
-        if settings.qk_norm:  # the norms' inputs and root mean squares
-            kept += queries + keys
-        return tokens * (kept * element + 4 * group.heads)
+        settings, rows = cls.settings(model), sum(cls.rows(model, group).values())
+        queries, keys = group.heads * model.head_dim, cls.units(model, group) * model.head_dim
+        kept = cls.units(model, group) * rows + queries  # the projected rows, and the output
+        if settings.qk_norm or group.position == "rope":
+            kept += queries + keys  # q and k as the kernel takes them
+        if settings.output_gate != "none":
+            kept += queries  # the gate's value
+        sums = group.heads  # the softmax's, in float32
+        if settings.qk_norm:
+            sums += group.heads + cls.units(model, group)  # root mean squares
+        return tokens * (kept * element + 4 * sums)
 
     @classmethod
     def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:

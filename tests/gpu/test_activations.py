@@ -1,0 +1,74 @@
+"""What the accounts say a mixing layer keeps for its backward pass is what autograd keeps, with the kernels of a real run."""
+
+import pytest
+import torch
+
+from hybrid_megatron import platform
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.config.schema import ParallelConfig
+from hybrid_megatron.model.accounting import account
+from hybrid_megatron.model.hybrid_model import build_model
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel import SequenceLayout, start
+
+BATCH, LENGTH = 2, 2048
+LAYERS = {
+    "rope": ["rope"],
+    "nope": ["rope", "pattern=[{mixer: attention, position: nope}]"],
+    "nope, QK norm and gate": [
+        "rope",
+        "pattern=[{mixer: attention, position: nope}]",
+        "model.attention={qk_norm: true, output_gate: silu}",
+    ],
+    "grouped queries": ["rope", "model.num_kv_heads=4"],
+    "swa": ["swa_nope_lh"],
+    "swa, QK norm and gate": ["swa_nope_lh", "model.swa={qk_norm: true, output_gate: sigmoid}"],
+    "gla": ["gla_nope_lh"],
+    "gdn": ["gdn_nope_lh"],
+    "gdn, no gate": ["gdn_nope_lh", "model.gdn.output_gate=none"],
+    "gdn, convolution and QK norm": ["gdn_nope_lh", "model.gdn={short_conv: 4, qk_norm: true}"],
+    "lightning": ["lightning_nope_lh"],
+    "gdn and attention": ["gdn_nope_hh"],
+}
+
+
+@pytest.fixture(scope="module")
+def state():
+    platform.select_device()
+    with start(ParallelConfig(), 0) as state:
+        yield state
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_kept_for_the_backward_pass(state, name):
+    pattern, *overrides = LAYERS[name]
+    sizes = ["data.train=unused", "model.num_layers=4", "model.vocab_size=512", f"train.context={LENGTH}"]
+    config = load_recipe([f"776m+{pattern}+pretrain_4k", *sizes, *overrides])
+    first = plan_layers(config).layers[:1]
+    plan = type(plan_layers(config))(first)
+    model = build_model(config, plan_layers(config), state)
+    mixing = model.decoder.layers[0].self_attention
+    hidden = torch.randn(LENGTH, BATCH, config.model.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layout = SequenceLayout(LENGTH)
+    mixing(hidden, packed_seq_params=layout)  # tables of positions and compiled kernels are kept for all layers
+
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()} | {hidden.untyped_storage().data_ptr()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    joined = []
+    hook = mixing.out_proj.register_forward_pre_hook(lambda module, inputs: joined.append(inputs[0]))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        o, _ = mixing(hidden, packed_seq_params=layout)
+    hook.remove()
+    known.add(joined[0].untyped_storage().data_ptr())  # the output projection's own input
+    tables = LENGTH * config.model.head_dim // 2 * 4  # bytes of RoPE's cos or sin, one for all layers
+    found = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
+    found -= sum(tables for x in kept.values() if x.dtype == torch.float32 and x.untyped_storage().nbytes() == tables)
+    expected = BATCH * sum(account(config, plan).activation_bytes.values())
+    print(f"{name}: kept {found:,} bytes, accounts {expected:,}, {found / expected:.4f}")
+    assert found == pytest.approx(expected, rel=0.02)
+    assert o.shape == hidden.shape
