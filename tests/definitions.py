@@ -38,6 +38,33 @@ def gated_delta_rule(
     return torch.stack(outputs, 1), state
 
 
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None = None, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t^T v_t and o_t = scale q_t S_t; shapes as for `gated_delta_rule`, but g [b, s, n, d_k]."""
+    return _with_transitions(q, k, v, lambda t: torch.diag_embed(torch.exp(g[:, t])), scale, initial_state, starts)
+
+
+def fixed_decay(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial_state: Tensor | None = None, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S_t = gamma_h S_{t-1} + k_t^T v_t and o_t = scale q_t S_t, ln gamma_h = log_decay [n]."""
+    transition = torch.diag_embed(torch.exp(log_decay)[:, None].expand(-1, k.shape[-1]))
+    return _with_transitions(q, k, v, lambda t: transition, scale, initial_state, starts)
+
+
+def _with_transitions(q, k, v, transition, scale, initial_state, starts) -> tuple[Tensor, Tensor]:
+    """S_t = A_t S_{t-1} + k_t^T v_t with A_t = transition(t) [.., n, d_k, d_k]."""
+    state = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
+    outputs = []
+    for t in range(k.shape[1]):
+        if starts is not None:
+            state = torch.where(starts[:, t, None, None, None], torch.zeros_like(state), state)
+        state = transition(t) @ state + k[:, t, :, :, None] @ v[:, t, :, None, :]
+        outputs.append(scale * (q[:, t, :, None, :] @ state).squeeze(-2))
+    return torch.stack(outputs, 1), state
+
+
 def transition_product(k: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """M = the product of e^{g_t} (I - b_t k_t^T k_t), the latest on the left: [b, n, d_k, d_k]."""
     b, s, n, d_k = k.shape

@@ -23,25 +23,29 @@ def write_hashes(folder: Path, shares: list[dict[str, str]]) -> None:
     (folder / HASHES).write_text(json.dumps({"algorithm": _ALGORITHM, "files": dict(sorted(files.items()))}, indent=2) + "\n")
 
 
-def check_hashes(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check share `rank` of `ranks` of the files; raise CheckpointError if one is missing or changed."""
+def check_hashes(checkpoint: Path, rank: int = 0, ranks: int = 1, then: str | None = None) -> None:
+    """Check share `rank` of `ranks` of the files; raise CheckpointError if one is missing or changed.
+
+    The error ends with the advice `then`, or with how to go on in the checkpoint's own run.
+    """
     file = checkpoint / HASHES
+    then = then or way_out(checkpoint)
     try:
         written = json.loads(file.read_text())
         files = sorted(written["files"].items())
         if written["algorithm"] != _ALGORITHM:
             raise ValueError(f"the algorithm is {written['algorithm']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not readable ({_said(error)}); {way_out(checkpoint)}") from None
+        raise CheckpointError(f"{file}: not readable ({_said(error)}); {then}") from None
     for name, digest in files[rank::ranks]:
         if Path(name).name != name:
-            raise CheckpointError(f"{file}: it names {name!r}, which is no file of this checkpoint; {way_out(checkpoint)}")
+            raise CheckpointError(f"{file}: it names {name!r}, which is no file of this checkpoint; {then}")
         try:
             changed = _sha256(checkpoint / name) != digest
         except OSError as error:
-            raise CheckpointError(f"{checkpoint / name}: not readable ({_said(error)}); {way_out(checkpoint)}") from None
+            raise CheckpointError(f"{checkpoint / name}: not readable ({_said(error)}); {then}") from None
         if changed:
-            raise CheckpointError(f"{checkpoint / name}: damaged, its contents are not those that were written; {way_out(checkpoint)}")
+            raise CheckpointError(f"{checkpoint / name}: damaged, its contents are not those that were written; {then}")
 
 
 def _sha256(path: Path) -> str:

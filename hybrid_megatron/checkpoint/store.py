@@ -75,7 +75,20 @@ class CheckpointStore:
             self._remove(path)
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `path` names: a checkpoint's own folder, or the newest complete one of a run folder. Raises CheckpointError."""
+    if (path / MARKER).is_file() and path.suffix != ".partial":
+        return path
+    if not path.exists():
+        raise CheckpointError(f"{path}: does not exist; give a run folder or one of its checkpoints")
+    newest = CheckpointStore(path).newest()
+    if newest is None:
+        raise CheckpointError(f"{path}: it is neither a complete checkpoint nor a run folder with one; give one of these")
+    return newest
+
+
+def read_progress(checkpoint: Path, then: str | None = None) -> Progress:
+    """Raises CheckpointError, which ends with the advice `then`, or with how to go on in the checkpoint's own run."""
     try:
         progress = Progress(**json.loads((checkpoint / MARKER).read_text()))
         if [type(value) for value in asdict(progress).values()] != [int, int, dict, str]:
@@ -83,7 +96,7 @@ def read_progress(checkpoint: Path) -> Progress:
         return progress
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{checkpoint / MARKER}: not readable ({reason}); {way_out(checkpoint)}") from None
+        raise CheckpointError(f"{checkpoint / MARKER}: not readable ({reason}); {then or way_out(checkpoint)}") from None
 
 
 def way_out(checkpoint: Path) -> str:

@@ -16,6 +16,14 @@ def parameter_dtype(config: RunConfig) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
 
 
+_RECOMPUTE = {
+    "none": {},
+    # Of megatron-core's modules our layers have `mlp` and `layernorm`, and `layernorm` compiles a C++ extension when it first runs.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
 def transformer_config(config: RunConfig) -> TransformerConfig:
     """For TransformerBlock, the parallel linear layers and the pipeline schedules.
 
@@ -23,6 +31,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     so a loss does not depend on how the batch is cut. Fusions that need Apex, TE or torch.compile at import are off.
     """
     model, parallel = config.model, config.parallel
+    interleaved = parallel.virtual_pipeline > 1
     dtype = parameter_dtype(config)
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -46,6 +55,11 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         sequence_parallel=parallel.sequence,
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        # Batched messages mix up the two directions between two stages when each is the other's predecessor and successor.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        **_RECOMPUTE[config.train.recompute],
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,

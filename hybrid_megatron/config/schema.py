@@ -142,6 +142,9 @@ class ParallelConfig:
     """Ranks over which each sample's tokens are split (zig-zag, two chunks a rank)."""
     pipeline: int = 1
     """Stages into which the layers are cut."""
+    virtual_pipeline: int = 1
+    """Model chunks a pipeline stage holds (interleaved schedule, Narayanan et al., 2021, arXiv 2104.04473). More than 1 shortens the time
+    that stages wait at the start and end of a step, at that many times the messages between them."""
     context_attention: str = "gather"
     """How full attention sees other context ranks' tokens: gather (every rank gets all keys and values) or all_to_all (every rank gets whole
     sequences of some of the heads)."""
@@ -199,6 +202,10 @@ class TrainConfig:
     """Samples a rank computes at once."""
     precision: str = "bf16"
     """bf16: bfloat16 parameters and activations with float32 master weights, gates, states, norm statistics and loss. fp32: all float32."""
+    recompute: str = "none"
+    """What the backward pass computes again instead of keeping it in memory; losses and gradients are the same. none. selective: the SwiGLU
+    block of each layer, whose inner activations, the widest of a layer, cost FLOPs linear in the context. full: every layer, of which only
+    the input is kept, for up to a third more FLOPs."""
 
 
 @dataclass
@@ -284,6 +291,10 @@ class RunConfig:
     """Run folder; `runs/NAME` unless set, with a short hash where values were overridden."""
     seed: int = 1234
     """Seeds the initial parameters and the order of samples."""
+    init_from: Optional[str] = None
+    """Run folder or checkpoint whose parameters a fresh run starts from; optimizer, schedule, data and positions are this run's own. A run
+    folder stands for its newest complete checkpoint. Whatever changes no parameter's shape may differ from the run that wrote it: context,
+    data, rope_base, a layer's position (rope to nope is DRoPE). A run that resumes from a checkpoint of its own does not read it again."""
     model: ModelConfig = field(default_factory=ModelConfig)
     pattern: list[PatternEntry] = MISSING
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

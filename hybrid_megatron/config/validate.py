@@ -57,6 +57,7 @@ def not_positive(section: str, values) -> Iterator[str]:
 def _choices(config: RunConfig) -> Iterator[str]:
     yield from not_among(
         ("train.precision", config.train.precision, PRECISIONS),
+        ("train.recompute", config.train.recompute, ("none", "selective", "full")),
         *exchanges(config.parallel),
         ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "disabled")),
     )
@@ -136,10 +137,23 @@ def _context(config: RunConfig) -> Iterator[str]:
 
 
 def pipeline_problems(config: RunConfig) -> Iterator[str]:
-    stages, layers = config.parallel.pipeline, config.model.num_layers
+    stages, chunks, layers = config.parallel.pipeline, config.parallel.virtual_pipeline, config.model.num_layers
     if layers % stages:
-        sizes = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
-        yield f"parallel.pipeline={stages}: it must divide model.num_layers={layers}; use one of {sizes}"
+        yield f"parallel.pipeline={stages}: it must divide model.num_layers={layers}; use one of {_divisors(layers)}"
+    elif layers % (stages * chunks):
+        yield (
+            f"parallel.virtual_pipeline={chunks}: pipeline * virtual_pipeline = {stages} * {chunks} must divide model.num_layers={layers}; "
+            f"with parallel.pipeline={stages} use one of {_divisors(layers // stages)}"
+        )
+    if chunks > 1 and stages == 1:
+        yield (
+            f"parallel.virtual_pipeline={chunks}: it cuts pipeline stages into chunks and parallel.pipeline=1; "
+            "leave it out or raise parallel.pipeline"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
@@ -165,6 +179,15 @@ def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"train.batch_tokens={train.batch_tokens}: it holds {config.batch_samples} samples of {train.context}, which must be a "
             f"multiple of train.micro_batch * data-parallel ranks = {train.micro_batch} * {data}; use another train.micro_batch or batch"
+        )
+        return
+    micro_batches = config.batch_samples // (train.micro_batch * data)
+    if parallel.virtual_pipeline > 1 and micro_batches % parallel.pipeline:
+        yield (
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: a step has {micro_batches} micro-batches on each data-parallel rank, "
+            f"which must be a multiple of parallel.pipeline={parallel.pipeline}; make train.batch_tokens={train.batch_tokens} a multiple "
+            f"of {train.context * train.micro_batch * data * parallel.pipeline}, lower train.micro_batch={train.micro_batch}, "
+            "or leave out virtual_pipeline"
         )
 
 

@@ -48,8 +48,8 @@ class BatchStream:
         yield from self._cut(first, first + self.batch_samples)
 
     def first_samples(self, count: int) -> Iterator[Batch]:
-        """The first `count` samples of the dataset, for validation; the last batch is filled up with samples of weight 0."""
-        whole = self.micro_batch * self.state.data
+        """The first `count` samples of the dataset, for validation, filled up with samples of weight 0 to whole micro-batches."""
+        whole = self.micro_batch * self.state.data * self.state.micro_batch_group
         yield from self._cut(0, -(-count // whole) * whole, real=count)
 
     def _cut(self, first: int, end: int, real: int | None = None) -> Iterator[Batch]:

@@ -1,4 +1,7 @@
-"""The language model: embedding, TransformerBlock over the layer plan, output layer with its loss; one pipeline stage a rank."""
+"""The language model: embedding, TransformerBlock over the layer plan, output layer with its loss.
+
+A rank holds one pipeline stage, in one chunk or, under the interleaved schedule, in several.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +10,7 @@ from torch import Tensor
 from hybrid_megatron.config.megatron import transformer_config
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.initialize import initialize_parameters
-from hybrid_megatron.model.layer_specs import stage_specs
+from hybrid_megatron.model.layer_specs import chunk_specs
 from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
 from hybrid_megatron.parallel import ParallelState, SequenceLayout
@@ -29,12 +32,14 @@ class TokenLoss(NamedTuple):
 
 
 class HybridModel(MegatronModule):
-    """Build with `build_model`."""
+    """One model chunk: the embedding is in the first chunk of the first stage, the output layer in the last of the last. Build with
+    `build_chunks`."""
 
-    def __init__(self, config: TransformerConfig, run: RunConfig, plan: LayerPlan, state: ParallelState):
+    def __init__(self, config: TransformerConfig, run: RunConfig, plan: LayerPlan, state: ParallelState, chunk: int):
         super().__init__(config=config)
         groups = state.groups
-        self.pre_process, self.post_process = state.is_first_stage, state.is_last_stage
+        self.pre_process = state.is_first_stage and chunk == 0
+        self.post_process = state.is_last_stage and chunk == state.virtual_pipeline - 1
         self.model_type = ModelType.encoder_or_decoder  # asked by the pipeline schedule
         self.share_embeddings_and_output_weights = False  # asked by megatron-core's gradient finalisation
         if self.pre_process:
@@ -43,20 +48,21 @@ class HybridModel(MegatronModule):
             )
         self.decoder = TransformerBlock(
             config,
-            stage_specs(config, run, plan, groups.pp.rank()),
+            chunk_specs(config, run, plan, groups.pp.rank(), chunk),
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=groups,
+            vp_stage=chunk,
         )
         if self.post_process:
             self.output_layer = OutputLayer(config, run.model.vocab_size, groups)
 
     def set_input_tensor(self, input_tensor) -> None:
-        """Called by the pipeline schedule with the previous stage's output."""
+        """Called by the pipeline schedule with the previous chunk's output."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, tokens: Tensor, targets: Tensor, token_weights: Tensor, layout: SequenceLayout) -> Tensor | TokenLoss:
-        """tokens, targets, token_weights [b, s], s the local length. Returns hidden states [s, b, h], or TokenLoss on the last stage."""
+        """tokens, targets, token_weights [b, s], s the local length. Returns hidden states [s, b, h], or TokenLoss in the last chunk."""
         embedded = self.embedding(tokens, position_ids=None) if self.pre_process else None
         hidden = self.decoder(embedded, attention_mask=None, packed_seq_params=layout)
         return self.output_layer(hidden, targets, token_weights) if self.post_process else hidden
@@ -79,8 +85,16 @@ class OutputLayer(ColumnParallelLinear):
         return TokenLoss(total, losses.view(hidden.shape[:2]).transpose(0, 1))
 
 
-def build_model(run: RunConfig, plan: LayerPlan, state: ParallelState) -> HybridModel:
+def build_chunks(run: RunConfig, plan: LayerPlan, state: ParallelState) -> list[HybridModel]:
     """This rank's part of the model on the device, its parameters drawn so that they do not depend on the layout."""
-    model = HybridModel(transformer_config(run), run, plan, state)
-    initialize_parameters(model, run, state)
+    config = transformer_config(run)
+    chunks = [HybridModel(config, run, plan, state, number) for number in range(state.virtual_pipeline)]
+    for chunk in chunks:
+        initialize_parameters(chunk, run, state)
+    return chunks
+
+
+def build_model(run: RunConfig, plan: LayerPlan, state: ParallelState) -> HybridModel:
+    """As `build_chunks`, for a layout under which each rank has one chunk."""
+    [model] = build_chunks(run, plan, state)
     return model

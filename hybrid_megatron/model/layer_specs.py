@@ -1,4 +1,4 @@
-"""Layer plan -> module specs: what megatron-core's TransformerBlock builds, one spec for each layer of this pipeline stage."""
+"""Layer plan -> module specs: what megatron-core's TransformerBlock builds, one spec for each layer of a model chunk."""
 
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.mixer_layer import MixerLayer
@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 
-def stage_specs(config: TransformerConfig, run: RunConfig, plan: LayerPlan, stage: int) -> TransformerBlockSubmodules:
-    """Specs of the layers that pipeline stage `stage` holds, and of the final norm."""
-    first = get_transformer_layer_offset(config, pp_rank=stage)
-    count = get_num_layers_to_build(config, pp_rank=stage)
+def chunk_specs(config: TransformerConfig, run: RunConfig, plan: LayerPlan, stage: int, chunk: int) -> TransformerBlockSubmodules:
+    """Specs of the layers in model chunk `chunk` of pipeline stage `stage`, and of the final norm."""
+    first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
     specs = [_layer_spec(run, layer) for layer in plan.layers[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 

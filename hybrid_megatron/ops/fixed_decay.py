@@ -27,7 +27,8 @@ def lightning_log_decay(heads: int) -> Tensor:
 class FixedDecay(Recurrence):
     """Inputs q, k [b, s, n, K], v [b, s, n, V]; transitions [b, n, 1, 1].
 
-    log_decay [n] is ln gamma of the heads at hand, float32 or float64, on the inputs' device. No gradient reaches it on CUDA.
+    log_decay [n] is ln gamma of the heads at hand, float32 or float64, on the inputs' device; it gets no gradient. On CUDA it must not be
+    below -1.4 (Lightning's never is below -1): in a last chunk that is not full, FLA's kernels multiply zeros by up to e^(-63 ln gamma).
     """
 
     input_names = ("q", "k", "v")

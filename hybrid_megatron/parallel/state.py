@@ -27,6 +27,8 @@ class ParallelState:
     tensor: int
     context: int
     pipeline: int
+    virtual_pipeline: int
+    """Model chunks of this rank: its layers are every `pipeline`-th of pipeline * virtual_pipeline equal parts."""
     data: int
     """Data-parallel size: what tensor, context and pipeline leave of the world."""
     data_rank: int
@@ -44,7 +46,13 @@ class ParallelState:
     @property
     def layout(self) -> dict[str, int]:
         """The sizes alone, as stored in checkpoints."""
-        return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline, "data": self.data}
+        names = ("tensor", "context", "pipeline", "virtual_pipeline", "data")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def micro_batch_group(self) -> int:
+        """The micro-batches of one pass must be a multiple of this: the interleaved schedule takes one a stage at a time."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over data and context ranks of the last stage, then make it known to every stage. In place."""
@@ -106,6 +114,7 @@ def start(parallel: ParallelConfig, seed: int) -> Iterator[ParallelState]:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
         )
         # Nothing in a training step draws random numbers, but megatron-core forks this generator under sequence parallelism.
@@ -117,6 +126,7 @@ def start(parallel: ParallelConfig, seed: int) -> Iterator[ParallelState]:
             tensor=parallel.tensor,
             context=parallel.context,
             pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
             data=groups.dp.size(),
             data_rank=groups.dp.rank(),
             context_rank=groups.cp.rank(),

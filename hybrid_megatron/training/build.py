@@ -1,15 +1,18 @@
 """Config + parallel state -> everything a training loop holds."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from hybrid_megatron.checkpoint.save_load import load_weights
+from hybrid_megatron.checkpoint.store import Progress
 from hybrid_megatron.config.megatron import ddp_config
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.data import BatchStream, Dataset
-from hybrid_megatron.model.hybrid_model import build_model
+from hybrid_megatron.model.hybrid_model import HybridModel, build_chunks
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.optimizer import build_optimizer
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 
 
@@ -17,24 +20,39 @@ from megatron.core.optimizer import MegatronOptimizer
 class Trainer:
     config: RunConfig
     state: ParallelState
-    model: DistributedDataParallel
+    model: list[DistributedDataParallel]
+    """The chunks of this rank."""
     optimizer: MegatronOptimizer
     train_stream: BatchStream
     valid_stream: BatchStream | None
+    origin: Progress | None = None
+    """How far the run was whose parameters this one starts from, if there is one."""
 
 
-def build_trainer(config: RunConfig, state: ParallelState, train_data: Dataset, valid_data: Dataset | None) -> Trainer:
-    """The model with its first parameters, wrapped for gradient reduction, its optimizer, and the streams of batches."""
-    model = build_model(config, plan_layers(config), state)
-    wrapped = DistributedDataParallel(model.config, ddp_config(), model)
-    optimizer = build_optimizer(config, wrapped)
-    # Asked for by the pipeline schedule through the model's config.
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.no_sync_func = wrapped.no_sync
+def build_trainer(
+    config: RunConfig, state: ParallelState, train_data: Dataset, valid_data: Dataset | None, init_from: Path | None = None
+) -> Trainer:
+    """The model with its first parameters, wrapped for gradient reduction, its optimizer, and the streams of batches.
+
+    The first parameters are drawn from the seed, or are those of the checkpoint `init_from`; raises CheckpointError if they do not fit.
+    """
+    chunks = build_chunks(config, plan_layers(config), state)
+    origin = None if init_from is None else load_weights(init_from, chunks, state)  # before the optimizer copies them to its masters
+    model = reduced(chunks, ddp_config())
+    optimizer = build_optimizer(config, model)
 
     def stream(data: Dataset | None) -> BatchStream | None:
         if data is None:
             return None
         return BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
 
-    return Trainer(config, state, wrapped, optimizer, stream(train_data), stream(valid_data))
+    return Trainer(config, state, model, optimizer, stream(train_data), stream(valid_data), origin)
+
+
+def reduced(chunks: list[HybridModel], ddp: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+    """The chunks, wrapped so that the pipeline schedule leaves their gradients reduced."""
+    config = chunks[0].config  # one for all chunks; the schedule asks it for the functions below
+    model = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = model[0].no_sync if len(model) == 1 else [chunk.no_sync for chunk in model]
+    return model

@@ -46,6 +46,9 @@ class Console:
     def resumed(self, checkpoint: Path, progress: Progress) -> None:
         self.say(f"resumed    {checkpoint.name} ({progress.tokens:,} tokens), written by layout {_sizes(progress.layout)}")
 
+    def initialised(self, checkpoint: Path, origin: Progress) -> None:
+        self.say(f"init_from  {checkpoint} ({origin.tokens:,} tokens), its parameters alone")
+
     def step(self, metrics: dict[str, float]) -> None:
         """One line every `tracking.log_interval` steps, with the time left by the mean pace of this session."""
         now, step = time.perf_counter(), metrics["step"]

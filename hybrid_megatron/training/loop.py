@@ -1,16 +1,18 @@
 """The path of a run, from a valid recipe to a finished run folder."""
 
+import contextlib
 import math
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_megatron import platform
 from hybrid_megatron.checkpoint.integrity import check_hashes
 from hybrid_megatron.checkpoint.save_load import checkpoint_bytes, load_checkpoint, save_checkpoint
-from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, read_progress
+from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, checkpoint_at, read_progress
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.config.validate import validate
@@ -68,6 +70,10 @@ def train(config: RunConfig) -> Outcome:
     store = CheckpointStore(config.run_dir)
     console = Console(config, speaks=global_rank() == 0)
     newest = _newest_of(store, train_data)
+    init_from = None
+    if newest is None and config.init_from is not None:
+        with _named_init_from():
+            init_from = checkpoint_at(Path(config.init_from))
     if newest is not None and newest[1].step >= config.num_steps:
         if global_rank() == 0:
             store.tidy(config.checkpoint.keep_last)
@@ -75,7 +81,7 @@ def train(config: RunConfig) -> Outcome:
         console.already_complete(config.num_steps)
         return Outcome(Path(config.run_dir), config.num_steps, complete=True)
     with start(config.parallel, config.seed) as state, open_run_folder(config, state) as folder, stop_on_signals() as stop:
-        return _run(config, state, folder, store, train_data, valid_data, console, stop)
+        return _run(config, state, folder, store, train_data, valid_data, console, stop, init_from)
 
 
 def _run(
@@ -87,16 +93,27 @@ def _run(
     valid_data: Dataset | None,
     console: Console,
     stop: StopRequest,
+    init_from: Path | None,
 ) -> Outcome:
     accounts = account(config, plan_layers(config))
     console.describe(state, accounts)
-    trainer = build_trainer(config, state, train_data, valid_data)
-    done = _resume(trainer, store, console)
+    newest, init_from = state.from_rank_0((store.newest(), init_from))  # a shared file system may show the others an older state
+    with _named_init_from():
+        trainer = build_trainer(config, state, train_data, valid_data, None if newest else init_from)
+    done = 0
+    if newest is not None:
+        progress = load_checkpoint(newest, trainer.model, trainer.optimizer, state)
+        console.resumed(newest, progress)
+        done = progress.step
+    elif trainer.origin is not None:
+        console.initialised(init_from, trainer.origin)
     tracker = None
     with state.together():
         if folder is not None:
             folder.record(config)
             store.tidy()
+            if trainer.origin is not None:
+                folder.event("init_from", checkpoint=str(init_from.resolve()), step=trainer.origin.step, tokens=trainer.origin.tokens)
             folder.event("start", step=done, layout=state.layout, world_size=state.world_size, device=platform.device_name())
             tracker = Tracker(config, folder, done)
     try:
@@ -209,14 +226,13 @@ def _newest_of(store: CheckpointStore, data: Dataset) -> tuple[Path, Progress] |
     return newest, progress
 
 
-def _resume(trainer: Trainer, store: CheckpointStore, console: Console) -> int:
-    """Load the newest complete checkpoint; returns the number of steps done, 0 for a fresh start."""
-    newest = trainer.state.from_rank_0(store.newest())  # a shared file system may show the others an older state
-    if newest is None:
-        return 0
-    progress = load_checkpoint(newest, trainer.model, trainer.optimizer, trainer.state)
-    console.resumed(newest, progress)
-    return progress.step
+@contextlib.contextmanager
+def _named_init_from() -> Iterator[None]:
+    """An error about the checkpoint that a fresh run starts from names the setting."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"init_from={error}") from None
 
 
 def _save(

@@ -61,13 +61,16 @@ class FusedAdamW(torch.optim.Optimizer):
             )
 
 
-def build_optimizer(config: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
-    """The distributed optimizer over FusedAdamW. No weight decay for vectors, megatron-core's standard rule, and what is marked
-    `no_weight_decay` (the matrices of gates)."""
+def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The distributed optimizer over FusedAdamW, for all chunks of a rank.
+
+    No weight decay for vectors (norms, biases, decays), megatron-core's standard rule, and what is marked `no_weight_decay` (the matrices
+    of gates).
+    """
     _use_fused_adamw()
     settings = optimizer_config(config)
     overrides = get_standard_config_overrides(settings) | {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
-    optimizer = get_megatron_optimizer(settings, [model], config_overrides=overrides)
+    optimizer = get_megatron_optimizer(settings, model, config_overrides=overrides)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _find_states_where_they_are(part)
     return optimizer

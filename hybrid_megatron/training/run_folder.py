@@ -23,7 +23,7 @@ from hybrid_megatron.parallel import ParallelState
 # What may differ when a run is resumed: it changes how the run is computed or watched, not what it computes. Data files are
 # recognised by their contents (checkpoint/), so that a dataset may move.
 _MAY_CHANGE = (
-    "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "train.micro_batch",
+    "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "train.micro_batch", "train.recompute",
     "data.train", "data.valid", "data.tokenizer", "data.cache_dir",
 )  # fmt: skip
 

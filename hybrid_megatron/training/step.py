@@ -1,5 +1,6 @@
 """One optimizer step, and one pass over the validation samples, through megatron-core's pipeline schedule."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -52,10 +53,16 @@ class _Timed:
 
 
 def train_step(
-    config: RunConfig, model: DistributedDataParallel, optimizer: MegatronOptimizer, stream: BatchStream, step: int, state: ParallelState
+    config: RunConfig,
+    model: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    stream: BatchStream,
+    step: int,
+    state: ParallelState,
 ) -> StepResult:
     """Forward and backward over the step's micro-batches, reduce, clip, update. Raises NonFinite before any parameter changes."""
-    model.zero_grad_buffer()
+    for chunk in model:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     batches = _Timed(stream.step(step))
     loss, lm_loss, _ = _run_schedule(config, model, batches, stream.micro_batches, state, forward_only=False)
@@ -85,20 +92,28 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     return math.sqrt(total.item())
 
 
-def validation_loss(config: RunConfig, model: DistributedDataParallel, stream: BatchStream, state: ParallelState) -> float:
+def validation_loss(config: RunConfig, model: list[DistributedDataParallel], stream: BatchStream, state: ParallelState) -> float:
     """Mean cross entropy, nats a token, over the first `validation.samples` samples."""
     count = min(config.validation.samples, len(stream.dataset))
     batches = list(stream.first_samples(count))
-    model.eval()
+    for chunk in model:
+        chunk.eval()
     with torch.no_grad():
         _, lm_loss, tokens = _run_schedule(config, model, iter(batches), len(batches), state, forward_only=True)
-    model.train()
+    for chunk in model:
+        chunk.train()
     assert tokens == count * config.train.context, f"{tokens} tokens measured in {count} samples"
     return lm_loss
 
 
 def _run_schedule(
-    config: RunConfig, model: DistributedDataParallel, batches: Iterator[Batch], count: int, state: ParallelState, *, forward_only: bool
+    config: RunConfig,
+    model: list[DistributedDataParallel],
+    batches: Iterator[Batch],
+    count: int,
+    state: ParallelState,
+    *,
+    forward_only: bool,
 ) -> tuple[float, float, int]:
     """(weighted loss, plain loss, tokens) over all ranks and micro-batches; gradients are left reduced in the model's buffers."""
 
@@ -109,7 +124,7 @@ def _run_schedule(
 
     reports = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=batches,
+        data_iterator=list(itertools.tee(batches, len(model))),  # each chunk passes over all micro-batches
         model=model,
         num_microbatches=count,
         seq_length=config.train.context,

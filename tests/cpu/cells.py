@@ -9,14 +9,14 @@ import torch
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.config.megatron import ddp_config, sharding_metadata
 from hybrid_megatron.data import BatchStream, open_dataset
-from hybrid_megatron.model.hybrid_model import build_model
+from hybrid_megatron.model.hybrid_model import build_chunks
 from hybrid_megatron.model.initialize import sharded_tensors
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
 from hybrid_megatron.training import step as step_module
+from hybrid_megatron.training.build import reduced
 from hybrid_megatron.training.loop import train
 from megatron.core.dist_checkpointing.mapping import apply_factories
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
 
 def losses(words: list[str]) -> list[dict] | None:
@@ -34,22 +34,21 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
     config = load_recipe(words)
     data = open_dataset(config, "train")
     with start(config.parallel, config.seed) as state:
-        model = build_model(config, plan_layers(config), state)
-        wrapped = DistributedDataParallel(model.config, dataclasses.replace(ddp_config(), use_distributed_optimizer=False), model)
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.no_sync_func = wrapped.no_sync
+        chunks = build_chunks(config, plan_layers(config), state)
+        wrapped = reduced(chunks, dataclasses.replace(ddp_config(), use_distributed_optimizer=False))
         stream = BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
-        wrapped.zero_grad_buffer()
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
         loss, _, _ = step_module._run_schedule(config, wrapped, stream.step(at_step), stream.micro_batches, state, forward_only=False)
-        parameters = _shards(model, state)
+        parameters = _shards(chunks, state)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
                 parameter.data = parameter.main_grad.clone()
-        return loss, parameters, _shards(model, state)
+        return loss, parameters, _shards(chunks, state)
 
 
-def _shards(model, state) -> list[tuple]:
-    tree = model.sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp))
+def _shards(chunks, state) -> list[tuple]:
+    tree = [chunk.sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp)) for chunk in chunks]
     apply_factories(tree)
     return [(t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().clone().numpy()) for t in sharded_tensors(tree)]
 

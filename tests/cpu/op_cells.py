@@ -17,6 +17,7 @@ from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.state_passing import recurrence_over_ranks
 from hybrid_megatron.parallel import SequenceLayout, start
+from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_from_heads
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 
@@ -47,6 +48,17 @@ def mixing_over_ranks(
             o = over(recurrence, tuple(leaves), scale, layout, state.groups.cp)
         (o * layout.local(weights)).sum().backward()
         return layout.positions("cpu"), o.detach(), [x.grad for x in leaves]
+
+
+def exchange_of_heads(size: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(this rank's heads of the whole sequence, back again, gradient of the sum of 1.5 heads^2, the local x)."""
+    with start(ParallelConfig(context=size), 0) as state:
+        layout = SequenceLayout(x.shape[1], size, state.context_rank)
+        local = layout.local(x).clone().requires_grad_()
+        heads = heads_from_sequence(local, layout, state.groups.cp)
+        back = sequence_from_heads(heads, layout, state.groups.cp)
+        (1.5 * heads.square()).sum().backward()
+        return heads.detach(), back.detach(), local.grad, local.detach()
 
 
 def initial_parameters(words: list[str]) -> list[tuple]:

@@ -223,7 +223,8 @@ def test_run_folder_resumed_with_other_settings(ranks, half_run, what):
 
 def test_what_may_change_does(ranks, half_run):
     run, words = half_run
-    ended = train(ranks, 2, [*words, "train.micro_batch=1", "checkpoint.keep_last=1", "validation.samples=3", "tracking.log_interval=1"])
+    changes = ["train.micro_batch=1", "train.recompute=full", "checkpoint.keep_last=1", "validation.samples=3", "tracking.log_interval=1"]
+    ended = train(ranks, 2, [*words, *changes])
     assert ended.code == 0 and checkpoints(run) == ["step_00000012"]
 
 

@@ -178,6 +178,14 @@ RULES = {
     "batch": (["train.batch_tokens=500"], ["train.batch_tokens=500: it must be a multiple of train.context=64"]),
     "micro-batch": (["train.micro_batch=3"], ["train.batch_tokens=512: it holds 8 samples of 64, which must be a multiple of"]),
     "sequence": (["parallel.sequence=true"], ["parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1"]),
+    "recompute": (["train.recompute=all"], ["train.recompute=all: it must be one of none, selective, full"]),
+    "virtual without pipeline": (
+        ["parallel.virtual_pipeline=2"],
+        [
+            "parallel.virtual_pipeline=2: it cuts pipeline stages into chunks and parallel.pipeline=1; leave it out or raise "
+            "parallel.pipeline"
+        ],
+    ),
     "precision": (["train.precision=fp16"], ["train.precision=fp16: it must be one of bf16, fp32"]),
     "world": (["parallel.context=2"], ["parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 process of this run"]),
     "tensor 3": (
@@ -198,6 +206,37 @@ def test_broken_rule(recipe, case):
     assert len(found) == len(sentences)
     for line, sentence in zip(found, sentences):
         assert line.startswith(sentence)
+
+
+TWO_PROCESSES = {
+    "chunks that do not divide the layers": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=3"],
+        "parallel.virtual_pipeline=3: pipeline * virtual_pipeline = 2 * 3 must divide model.num_layers=4; with parallel.pipeline=2 use one "
+        "of 1, 2",
+    ),
+    "stages that do not divide the layers": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=5"],
+        "parallel.pipeline=2: it must divide model.num_layers=5; use one of 1, 5",
+    ),
+    "micro-batches that are no multiple of the stages": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.batch_tokens=384"],
+        "parallel.virtual_pipeline=2: a step has 3 micro-batches on each data-parallel rank, which must be a multiple of "
+        "parallel.pipeline=2; make train.batch_tokens=384 a multiple of 256, lower train.micro_batch=2, or leave out virtual_pipeline",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TWO_PROCESSES)
+def test_broken_rule_on_two_processes(recipe, case):
+    words, sentence = TWO_PROCESSES[case]
+    assert problem([recipe(), *words], world_size=2) == sentence
+
+
+def test_virtual_pipeline_that_fits(recipe):
+    virtual = ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]
+    validate(load_recipe([recipe(), *virtual]), 2)
+    validate(load_recipe([recipe(), *virtual]), 4)
+    validate(load_recipe([recipe(), "parallel.pipeline=2", "train.batch_tokens=384"]), 2)
 
 
 def test_world_size_must_be_divided():

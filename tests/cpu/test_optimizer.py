@@ -52,7 +52,7 @@ def groups(words: list[str]) -> list[tuple[str, int, float]]:
         set_hyperparameters(trainer.optimizer, 1e-3, config.optimizer.weight_decay)
         [part] = trainer.optimizer.chained_optimizers
         found = []
-        for name, parameter in trainer.model.module.named_parameters():
+        for name, parameter in trainer.model[0].module.named_parameters():
             group, place = part.model_param_group_index_map[parameter]
             held = part.optimizer.param_groups[group]
             assert torch.equal(held["params"][place].flatten(), parameter.detach().float().flatten()), f"{name} has another's place"

@@ -17,6 +17,7 @@ LAYOUTS = {
     "tensor 2 + sequence": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
     "context 2": (2, ["parallel.context=2"]),
     "pipeline 2": (2, ["parallel.pipeline=2"]),
+    "pipeline 2 x virtual 2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
     "data 2": (2, []),
     "tensor 2 + sequence, context 2": (4, ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=2"]),
     "tensor 2, pipeline 2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
@@ -29,6 +30,11 @@ LAYOUTS = {
 LAYOUTS_MORE = {
     "context 4": (4, ["parallel.context=4"]),
     "pipeline 4": (4, ["parallel.pipeline=4"]),
+    "pipeline 2 x virtual 2, data 2": (4, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
+    "tensor 2 + sequence, pipeline 2 x virtual 2": (
+        4,
+        ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+    ),
     "tensor 2, context 2": (4, ["parallel.tensor=2", "parallel.context=2"]),
     "tensor 2, data 2": (4, ["parallel.tensor=2"]),
     "tensor 2 + sequence, pipeline 2": (4, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),

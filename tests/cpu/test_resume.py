@@ -16,11 +16,21 @@ from tests.cpu.tiny import tiny_config, tiny_words
 ONE = {"one process": (1, [])}
 HERE = ONE | LAYOUTS
 SAME = ["one process", "data 2"]
-SAME_MORE = ["tensor 2 + sequence", "context 2", "pipeline 2", "tensor 2 + sequence, data 2", "pipeline 2, data 2", "context 2, pipeline 2"]
+SAME_MORE = [
+    "tensor 2 + sequence",
+    "context 2",
+    "pipeline 2",
+    "pipeline 2 x virtual 2",
+    "tensor 2 + sequence, data 2",
+    "pipeline 2, data 2",
+    "context 2, pipeline 2",
+]
 MOVES = [
     ("tensor 2", "data 2"),
     ("one process", "pipeline 2"),
     ("pipeline 2", "tensor 2"),
+    ("pipeline 2 x virtual 2", "one process"),
+    ("one process", "pipeline 2 x virtual 2"),
 ]
 MOVES_MORE = [
     ("data 4", "data 2"),
@@ -29,6 +39,7 @@ MOVES_MORE = [
     ("tensor 2 + sequence, context 2", "pipeline 2, data 2"),
     ("pipeline 2, data 2", "tensor 2 + sequence, data 2"),
     ("data 2", "context 2"),
+    ("pipeline 2", "pipeline 2 x virtual 2"),
 ]
 
 

@@ -1,11 +1,16 @@
-"""The gated delta rule with the sequence cut over ranks against its definition over the whole sequence, in float64."""
+"""The recurrences with the sequence cut over ranks, by passing states and by exchanging heads, against their definitions over the whole
+sequence, in float64."""
+
+from functools import lru_cache
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests import definitions
+from hybrid_megatron.ops.fixed_decay import FixedDecay
+from hybrid_megatron.ops.recurrence import Recurrence
 from tests.cpu import op_cells
-from tests.cpu.test_gated_delta_rule import constant_gate, draw, starts_at
+from tests.cpu.recurrence_cases import KINDS, SCALE, definition_of, draw, rule_of, starts_at
 from tests.definitions import relative_error
 
 LENGTH = 144
@@ -16,18 +21,56 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("gate", [None, 0.0])
-@pytest.mark.parametrize("starts", STARTS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_compute_the_whole(ranks, size, starts, gate):
-    inputs = draw(LENGTH, 8, 6, state=False)[:5]
-    if gate is not None:  # nothing decays: every state matters to the end
-        inputs = constant_gate([*inputs, None], gate)[:5]
-    weights = torch.randn(2, LENGTH, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+@lru_cache(maxsize=4)
+def whole(kind: str, heads: int, starts: str, keeps_all: bool) -> tuple[Recurrence, list[Tensor], Tensor, Tensor, list[Tensor]]:
+    """The rule, its inputs, weights of the outputs, and by definition the outputs and the gradients of their weighted sum."""
+    rule, inputs = rule_of(kind, heads), list(draw(kind, LENGTH, heads))
+    if keeps_all:  # nothing decays: every state matters to the end
+        rule = FixedDecay(torch.zeros(heads, dtype=torch.float64)) if kind == "lightning" else rule
+        inputs[3:4] = [torch.zeros_like(x) for x in inputs[3:4]]
+    weights = torch.randn(2, LENGTH, heads, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for x in inputs]
-    expected, _ = definitions.gated_delta_rule(*leaves, 0.3, starts=STARTS[starts])
-    (expected * weights).sum().backward()
-    for positions, o, gradients in ranks.run(size, op_cells.mixing_over_ranks, size, "states", inputs, weights, STARTS[starts], 0.3, rule):
+    o, _ = definition_of(rule)(tuple(leaves), None, STARTS[starts])
+    (o * weights).sum().backward()
+    return rule, inputs, weights, o.detach(), [x.grad for x in leaves]
+
+
+def check(ranks, size: int, way: str, case: tuple, starts: str) -> None:
+    rule, inputs, weights, expected, gradients = case
+    for positions, o, mine in ranks.run(size, op_cells.mixing_over_ranks, size, way, inputs, weights, STARTS[starts], SCALE, rule):
         assert relative_error(o, expected[:, positions]) <= 1e-12
-        for name, mine, whole in zip(("q", "k", "v", "g", "beta"), gradients, leaves):
-            assert relative_error(mine, whole.grad[:, positions]) <= 1e-12, name
+        for name, local, exact in zip(rule.input_names, mine, gradients):
+            assert relative_error(local, exact[:, positions]) <= 1e-12, name
+
+
+@pytest.mark.parametrize(("starts", "keeps_all"), [*((name, False) for name in STARTS), ("none", True)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_passing_states_computes_the_whole(ranks, size, kind, starts, keeps_all):
+    """Three heads, which divide by neither number of ranks."""
+    check(ranks, size, "states", whole(kind, 3, starts, keeps_all), starts)
+
+
+@pytest.mark.parametrize("starts", ["none", "documents"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_exchanging_heads_computes_the_whole(ranks, size, kind, starts):
+    check(ranks, size, "heads", whole(kind, 4, starts, False), starts)
+
+
+@pytest.mark.parametrize("way", ["states", "heads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_with_gates_in_float32(ranks, kind, way):
+    """The dtypes of a training: the output is rounded once, at the end."""
+    rule, inputs, weights, *_ = whole(kind, 4, "none", False)
+    inputs = [x.bfloat16() if i < 3 else x.float() for i, x in enumerate(inputs)]
+    expected, _ = definition_of(rule)(tuple(x.double() for x in inputs), None, None)
+    for positions, o, gradients in ranks.run(2, op_cells.mixing_over_ranks, 2, way, inputs, weights, None, SCALE, rule):
+        assert o.dtype == torch.bfloat16 and [x.dtype for x in gradients] == [x.dtype for x in inputs]
+        assert relative_error(o, expected[:, positions]) <= 2**-9
+
+
+def test_heads_that_do_not_divide_are_refused(ranks):
+    rule, inputs, weights, *_ = whole("lightning", 3, "none", False)
+    with pytest.raises(AssertionError, match="3 heads over 2 context ranks"):
+        ranks.run(2, op_cells.mixing_over_ranks, 2, "heads", inputs, weights, None, SCALE, rule)

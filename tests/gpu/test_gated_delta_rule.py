@@ -6,7 +6,6 @@ the norm, and the kernels round their intermediate q, k, v, updates and states o
 through TF32 tensor cores, Triton's default: 11 bits, one rounding 5e-4 at most, bound 2e-3.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -14,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_megatron.ops.gated_delta_rule import gated_delta_rule
+from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule, gated_delta_rule
 from tests import definitions
 from tests.definitions import relative_error
+from tests.gpu import kernel_check
 
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 2e-3}
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 class Case(NamedTuple):
@@ -56,42 +55,12 @@ def draw(case: Case) -> tuple[list[Tensor], Tensor | None]:
     return [x if x is None else x.cuda() for x in (*lower, g, beta, state)], starts
 
 
-def run(form: Callable, inputs: list[Tensor | None], weights: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Output, final state, the gradients of a sum of both under random weights, and the terms that the gradient of g is made of."""
-    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
-    o, final = form(*leaves)
-    loss = (o.double() * weights[0]).sum() + (final.double() * weights[1]).sum()
-    loss.backward()
-    gradients = {f"gradient of {name}": x.grad for name, x in zip(NAMES, leaves) if x is not None}
-    return {"output": o, "final state": final, "terms of g": (o.detach().double() * weights[0]).sum(-1)} | gradients
-
-
 def check(case: Case, bound: float | None = None) -> None:
     inputs, starts = draw(case)
-    scale = case.width_k**-0.5
-    generator = torch.Generator("cuda").manual_seed(1)
-    weights = tuple(
-        torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64)
-        for shape in ((case.batch, case.length, case.heads, case.width_v), (case.batch, case.heads, case.width_k, case.width_v))
-    )
-    fast = run(
-        lambda q, k, v, g, beta, state: gated_delta_rule(q, k, v, g, beta, scale=scale, initial_state=state, document_starts=starts),
-        inputs, weights,
-    )  # fmt: skip
-    exact = run(
-        lambda q, k, v, g, beta, state: definitions.gated_delta_rule(q, k, v, g, beta, scale, state, starts),
-        [None if x is None else x.double() for x in inputs], weights,
-    )  # fmt: skip
-    assert fast["output"].dtype == case.dtype and fast["final state"].dtype == torch.float32
-    # The gradient of a gate that lets nothing through is next to zero, a difference of terms that are not: measured against those.
-    floors = {"gradient of g": float(exact.pop("terms of g").norm())}
-    errors = {
-        name: float((fast[name].double() - expected).norm()) / max(float(expected.norm()), floors.get(name, 0.0))
-        for name, expected in exact.items()
-    }  # fmt: skip
-    print(" ".join(f"{name} {error:.1e};" for name, error in errors.items()))
-    worst = max(errors, key=errors.get)
-    assert errors[worst] <= (bound or BOUND[case.dtype]), f"{worst}: {errors[worst]:.2e}, all: {errors}"
+    label = ", ".join(f"{name} {getattr(case, name)}" for name, default in Case._field_defaults.items() if getattr(case, name) != default)
+    label = f"{case.batch} x {case.length} x {case.heads}, widths {case.width_k} and {case.width_v}" + (label and f", {label}")
+    bound = bound or BOUND[case.dtype]
+    kernel_check.check(label, bound, GatedDeltaRule(), definitions.gated_delta_rule, inputs[:5], inputs[5], starts)
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -1,0 +1,107 @@
+"""The linear mixers' recurrences as the tests meet them: random inputs, the definition of each, and the comparison of a form with it."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_megatron.ops.fixed_decay import FixedDecay, lightning_log_decay
+from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
+from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
+from hybrid_megatron.ops.recurrence import Recurrence
+from tests import definitions
+
+KINDS = ("gdn", "gla", "lightning")
+SCALE = 0.3
+EXACT = 1e-12
+"""Relative norm in float64."""
+
+type Form = Callable[[tuple[Tensor, ...], Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+"""(inputs, initial state, document starts) -> (output, last state), scaled by SCALE."""
+
+
+def rule_of(kind: str, heads: int = 3) -> Recurrence:
+    if kind == "lightning":
+        return FixedDecay(lightning_log_decay(heads))
+    return {"gdn": GatedDeltaRule, "gla": GatedLinearAttention}[kind]()
+
+
+def draw(kind: str, length: int, heads: int = 3, width_k: int = 8, width_v: int = 6, batch: int = 2) -> tuple[Tensor, ...]:
+    """Inputs in float64: unit q and k, gates of a fresh model, beta in (0, 2)."""
+    random = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    q, k = (F.normalize(normal(batch, length, heads, width_k), dim=-1) for _ in range(2))
+    v = normal(batch, length, heads, width_v)
+    if kind == "gdn":
+        return q, k, v, -F.softplus(normal(batch, length, heads) - 2), 2 * torch.sigmoid(normal(batch, length, heads))
+    return (q, k, v, F.logsigmoid(normal(batch, length, heads, width_k)) / 4) if kind == "gla" else (q, k, v)
+
+
+def draw_state(inputs: tuple[Tensor, ...]) -> Tensor:
+    shape = inputs[0].shape[0], inputs[0].shape[2], inputs[1].shape[-1], inputs[2].shape[-1]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def starts_at(length: int, *rows: tuple[int, ...]) -> Tensor:
+    starts = torch.zeros(len(rows), length, dtype=torch.bool)
+    for row, places in zip(starts, rows):
+        row[list(places)] = True
+    return starts
+
+
+def definition_of(rule: Recurrence) -> Form:
+    """From tests/definitions.py alone; only a fixed decay's numbers are the rule's."""
+    formula = {
+        GatedDeltaRule: definitions.gated_delta_rule,
+        GatedLinearAttention: definitions.gated_linear_attention,
+        FixedDecay: lambda q, k, v, *rest: definitions.fixed_decay(q, k, v, rule.log_decay.to(k.dtype), *rest),
+    }[type(rule)]
+    return lambda inputs, state, starts: formula(*inputs, SCALE, state, starts)
+
+
+def forms_of(rule: Recurrence) -> dict[str, Form]:
+    def form(method: Callable) -> Form:
+        return lambda inputs, state, starts: method(inputs, scale=SCALE, initial_state=state, document_starts=starts)
+
+    return {"recurrent": form(rule.recurrent), "chunked": form(rule.run)}
+
+
+def results(
+    form: Form, inputs: tuple[Tensor, ...], state: Tensor | None, starts: Tensor | None, names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Output, last state and the gradients of a random sum of both."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    first = None if state is None else state.detach().clone().requires_grad_()
+    o, last = form(tuple(leaves), first, starts)
+    random = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (o, last)]
+    sum((x.double() * w).sum() for x, w in zip((o, last), weights)).backward()
+    found = {"output": o.detach(), "last state": last.detach()} | {f"gradient of {name}": x.grad for name, x in zip(names, leaves)}
+    return found if first is None else found | {"gradient of the initial state": first.grad}
+
+
+def check(
+    rule: Recurrence,
+    form: str,
+    inputs: tuple[Tensor, ...],
+    state: Tensor | None = None,
+    starts: Tensor | None = None,
+    bound: float = EXACT,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """A form in `dtype` against the definition in float64, from the very same rounded inputs; all errors are relative norms."""
+    inputs = tuple(x.to(dtype) for x in inputs)
+    state = None if state is None else state.to(dtype)
+    found = results(forms_of(rule)[form], inputs, state, starts, rule.input_names)
+    wide = None if state is None else state.double()
+    exact = results(definition_of(rule), tuple(x.double() for x in inputs), wide, starts, rule.input_names)
+    # The gradient of a gate that lets nothing through is next to zero, a difference of terms q dL/dq that are not: measured against those.
+    floors = {"gradient of g": float((inputs[0].double() * exact["gradient of q"]).norm())}
+    for name, expected in exact.items():
+        assert found[name].isfinite().all(), name
+        error = float((found[name].double() - expected).norm()) / max(float(expected.norm()), floors.get(name, 1e-30))
+        assert error <= bound, f"{name}: {error:.2e}"

@@ -1,0 +1,209 @@
+"""A fresh run that starts from another's parameters takes these alone, under any layout, and says so."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_megatron.checkpoint.save_load import load_weights
+from hybrid_megatron.checkpoint.store import checkpoint_at
+from hybrid_megatron.config import RunConfig, load_recipe
+from hybrid_megatron.data import build_index_caches, open_dataset
+from hybrid_megatron.model.hybrid_model import build_chunks
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel import start
+from hybrid_megatron.training.build import build_trainer
+from hybrid_megatron.training.schedule import learning_rate
+from tests.cpu import cells
+from tests.cpu.reference_model import reference_loss
+from tests.cpu.runs import checkpoints, computed, snapshot, tensors, train
+from tests.cpu.test_parity import LAYOUTS, first_batch
+from tests.cpu.tiny import tiny_words
+
+HERE = {"one process": (1, [])} | LAYOUTS
+DROPE = "pattern=[{mixer: gdn}, {mixer: attention, position: nope}, {mixer: gdn}, {mixer: attention, position: nope}]"
+
+
+@pytest.fixture(scope="module")
+def origin(ranks, tiny_data, tmp_path_factory) -> Path:
+    """A finished run of twenty steps, written by two pipeline stages; its weights are wide enough for attention to depend on RoPE."""
+    run = tmp_path_factory.mktemp("origin") / "run"
+    assert train(ranks, 2, tiny_words(tiny_data, f"run_dir={run}", "parallel.pipeline=2", "model.init_std=0.2")).code == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def weights(origin) -> dict[str, torch.Tensor]:
+    """Its parameters by their global names."""
+    return {name: t for name, t in tensors(origin / "checkpoints/step_00000020").items() if not name.startswith("optimizer.")}
+
+
+def refused(ranks, words: list[str], size: int = 1) -> str:
+    ended = train(ranks, size, words)
+    assert ended.code == 2
+    [said] = ended.errors
+    return said
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(origin):
+    assert checkpoints(origin) == ["step_00000010", "step_00000020"]
+    assert checkpoint_at(origin) == origin / "checkpoints/step_00000020"
+    assert checkpoint_at(origin / "checkpoints/step_00000010") == origin / "checkpoints/step_00000010"
+
+
+def weights_loaded(words: list[str], checkpoint: Path) -> tuple[int, list[tuple]]:
+    """(step of the checkpoint, this rank's shards) of a model without optimizer or wrapping."""
+    config = load_recipe(words)
+    with start(config.parallel, config.seed) as state:
+        chunks = build_chunks(config, plan_layers(config), state)
+        return load_weights(checkpoint, chunks, state).step, cells._shards(chunks, state)
+
+
+@pytest.mark.parametrize("layout", ["one process", "tensor 2 + sequence", "context 2", "pipeline 2 x virtual 2", "tensor 2, pipeline 2"])
+def test_weights_are_those_of_the_checkpoint_under_every_layout(ranks, tiny_data, origin, weights, layout):
+    size, overrides = HERE[layout]
+    for name in ("step_00000010", "step_00000020"):
+        answers = ranks.run(size, weights_loaded, tiny_words(tiny_data, "run_dir=unused", *overrides), origin / "checkpoints" / name)
+        assert {step for step, _ in answers} == {int(name[5:])}
+        loaded = cells.assemble([shards for _, shards in answers])
+        assert loaded.keys() == weights.keys()
+        same = all(torch.equal(loaded[key].float(), weights[key]) for key in weights)
+        assert same == (name == "step_00000020")
+
+
+def fresh(words: list[str], checkpoint: Path) -> tuple[list[tuple], int, list]:
+    """((name, parameter, master) of every parameter, entries of optimizer state, step counts) of a trainer before its first step."""
+    config = load_recipe(words)
+    with start(config.parallel, config.seed) as state:
+        trainer = build_trainer(config, state, open_dataset(config, "train"), None, checkpoint)
+        [part] = trainer.optimizer.chained_optimizers
+        held = []
+        for name, parameter in trainer.model[0].module.named_parameters():
+            group, place = part.model_param_group_index_map[parameter]
+            master = part.optimizer.param_groups[group]["params"][place]
+            held.append((name, parameter.detach().clone(), master.detach().clone()))
+        return held, len(part.optimizer.state), [group.get("step") for group in part.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_optimizer_is_fresh_and_its_masters_are_the_loaded_parameters(ranks, tiny_data, origin, weights, precision):
+    words = tiny_words(tiny_data, "run_dir=unused", f"train.precision={precision}")
+    [(held, states, steps)] = ranks.run(1, fresh, words, origin / "checkpoints/step_00000020")
+    assert states == 0 and not any(steps)
+    assert len(held) == len(weights)
+    for name, parameter, master in held:
+        assert master.dtype == torch.float32 and torch.equal(master, parameter.float().flatten()), name
+        assert torch.equal(parameter, weights[name].to(parameter.dtype)), name
+
+
+def first_loss(config: RunConfig, weights: dict[str, torch.Tensor]) -> float:
+    """Of step 0 with these parameters, by the float64 definition."""
+    return reference_loss(config, {name: w.double() for name, w in weights.items()}, *first_batch(config)).item()
+
+
+@pytest.mark.parametrize("layout", ["one process", "pipeline 2 x virtual 2"])
+def test_drope_at_another_context(ranks, tiny_data, tmp_path, origin, weights, layout):
+    """The first loss is that of the old parameters without RoPE, by the float64 definition; schedule, steps and data begin anew."""
+    size, overrides = HERE[layout]
+    run = tmp_path / "run"
+    changes = [DROPE, "train.context=128", "train.tokens=3072", f"data.cache_dir={tmp_path / 'cache'}", "train.micro_batch=1"]
+    words = tiny_words(tiny_data, f"run_dir={run}", f"init_from={origin}", *changes, *overrides)
+    config = load_recipe(words)
+    build_index_caches(config)
+    ended = train(ranks, size, words)
+    checkpoint = origin / "checkpoints/step_00000020"
+    assert ended.code == 0 and f"init_from  {checkpoint} (10,240 tokens), its parameters alone" in ended.out and not ended.err
+    expected = first_loss(config, weights)
+    assert abs(first_loss(load_recipe([*words, DROPE.replace("nope", "rope", 1)]), weights) - expected) > 1e-3, "RoPE makes a difference"
+    metrics = computed(run)
+    assert len(metrics) == 6
+    assert abs(metrics[0]["loss"] - expected) <= 1e-5
+    assert metrics[0]["lr"] == learning_rate(config, 0) and metrics[0]["tokens"] == 512
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events[:2]] == ["init_from", "start"]
+    assert (events[0]["checkpoint"], events[0]["step"], events[0]["tokens"]) == (str(checkpoint.resolve()), 20, 10_240)
+
+
+def test_a_run_that_resumes_does_not_read_it_again(ranks, tiny_data, tmp_path, origin):
+    """Bitwise the run that never stopped, though what it began from is gone."""
+    moved = shutil.copytree(origin, tmp_path / "origin")
+    words = tiny_words(tiny_data, f"init_from={moved}", "train.tokens=4096")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(ranks, 1, [*words, f"run_dir={whole}"]).code == 0
+    assert train(ranks, 1, [*words, f"run_dir={parts}"], stop=(4, 0, "SIGTERM")).code == 143
+    shutil.rmtree(moved)
+    ended = train(ranks, 1, [*words, f"run_dir={parts}"])
+    assert ended.code == 0 and "resumed    step_00000004" in ended.out and "init_from" not in ended.out
+    assert computed(parts) == computed(whole) and len(computed(whole)) == 8
+    events = [json.loads(line)["event"] for line in (parts / "events.jsonl").read_text().splitlines()]
+    assert events.count("init_from") == 1 and events.count("start") == 2
+
+    before = snapshot(parts)
+    for other in (f"init_from={origin}", "init_from=null"):
+        ended = train(ranks, 1, [*words, f"run_dir={parts}", other])
+        assert ended.code == 2
+        assert ended.errors[0] == f"init_from: this run has {moved}, the recipe now says {other.split('=')[1].replace('null', 'None')}"
+    assert snapshot(parts) == before
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_checkpoint_there(ranks, tiny_data, tmp_path, origin, size):
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}")
+    nowhere, empty, partial = tmp_path / "nowhere", tmp_path / "empty", tmp_path / "killed/checkpoints/step_00000010.partial"
+    empty.mkdir()
+    shutil.copytree(origin / "checkpoints/step_00000010", partial)
+    said = refused(ranks, [*words, f"init_from={nowhere}"], size)
+    assert said == f"init_from={nowhere}: does not exist; give a run folder or one of its checkpoints"
+    for path in (empty, partial.parents[1], partial, tiny_data / "train.bin"):
+        said = refused(ranks, [*words, f"init_from={path}"], size)
+        assert said == f"init_from={path}: it is neither a complete checkpoint nor a run folder with one; give one of these"
+    assert not run.exists()
+
+
+MISFITS = {
+    "width of the MLP": (
+        ["model.ffn_size=64"],
+        "it holds decoder.layers.0.mlp.linear_fc1.weight as [96, 32], and this model has it as [128, 32]",
+    ),
+    "more layers": (["model.num_layers=8"], "it lacks decoder.layers.4.input_layernorm.weight, which this model has"),
+    "fewer layers": (
+        ["model.num_layers=2", "pattern=[{mixer: gdn}, {mixer: attention, position: rope}]"],
+        "it holds decoder.layers.2.input_layernorm.weight, which this model does not have",
+    ),
+    "another mixer": (
+        ["pattern=[{mixer: gdn}]"],
+        "it lacks decoder.layers.1.self_attention.mixer.A_log, which this model has",
+    ),
+}
+
+
+@pytest.mark.parametrize("size, layout", [(1, []), (2, ["parallel.pipeline=2"])])
+@pytest.mark.parametrize("case", MISFITS)
+def test_parameters_that_do_not_fit(ranks, tiny_data, tmp_path, origin, case, size, layout):
+    overrides, problem = MISFITS[case]
+    run = tmp_path / "run"
+    said = refused(ranks, tiny_words(tiny_data, f"run_dir={run}", f"init_from={origin}", *overrides, *layout), size)
+    checkpoint = origin / "checkpoints/step_00000020"
+    assert said == f"init_from={checkpoint}: {problem}; change the model or give another checkpoint"
+    assert not (run / "metrics.jsonl").exists() and not (run / "config.yaml").exists(), "before training"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("damage", ["changed", "missing", "no hashes", "no marker"])
+def test_damaged_checkpoint(ranks, tiny_data, tmp_path, origin, damage, size):
+    folder = shutil.copytree(origin / "checkpoints/step_00000020", tmp_path / "origin/checkpoints/step_00000020")
+    shard = sorted(folder.glob("*.distcp"))[0]
+    if damage == "changed":
+        contents = bytearray(shard.read_bytes())
+        contents[len(contents) // 2] ^= 1
+        shard.write_bytes(contents)
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (folder / {"no hashes": "integrity.json", "no marker": "complete.json"}[damage]).unlink()
+    said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", f"init_from={tmp_path / 'origin'}"), size)
+    assert said.startswith(f"init_from={folder}/") and said.endswith("; give another checkpoint")
+    assert ("damaged, its contents are not those" if damage == "changed" else "not readable (No such file or directory)") in said
