@@ -15,9 +15,12 @@ def draw(evaluation: dict, others: list[dict], file: BinaryIO) -> None:
     run, longest = evaluation["run"], evaluation["lengths"][-1]["length"]
     figure.suptitle(f"{run['name']}, {evaluation['checkpoint']['name']}: {evaluation['data']['prefix']}")
     by_position.set(xlabel=f"position, in samples of {longest:,} tokens", ylabel="nats per token", xscale="log")
-    by_length.set(xlabel="tokens a sample", ylabel="perplexity", xscale="log", yscale="log")
+    by_length.set(xlabel="tokens a sample", ylabel="perplexity", xscale="log")
     by_length.set_xticks([line["length"] for line in evaluation["lengths"]], [f"{line['length']:,}" for line in evaluation["lengths"]])
     by_length.minorticks_off()
+    perplexities = [line["perplexity"] for each in (*others, evaluation) for line in each["lengths"]]
+    if max(perplexities) > 10 * min(perplexities):  # some setting fails beyond the training length
+        by_length.set_yscale("log")
     for each in (*others, evaluation):
         style = {"lw": 2.0 if each is evaluation else 1.0, "label": each["name"]}
         if at_longest := [line["positions"] for line in each["lengths"] if line["length"] == longest]:

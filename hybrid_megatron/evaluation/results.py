@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def write_results(folder: Path, report: Report) -> list[Path]:
 
 
 def as_json(report: Report) -> str:
-    return json.dumps(dataclasses.asdict(report), indent=1, allow_nan=False)
+    text = json.dumps(dataclasses.asdict(report), indent=1, allow_nan=False)
+    return re.sub(r"\[[-+.\deE,\s]*\]", lambda numbers: " ".join(numbers.group().split()), text)  # numbers of one list on one line
 
 
 def _write(path: Path, content: bytes) -> None:
