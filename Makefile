@@ -1,6 +1,6 @@
 # Each target first makes sure that .venv is there and current; that takes no time when it is.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-gpu clean
+.PHONY: help setup quickstart test parity test-all test-gpu clean
 
 PY := .venv/bin/python
 # One thread a process: the tests run several processes side by side, and torch would give each of them all the cores.
@@ -20,6 +20,10 @@ quickstart: setup ## train a small hybrid model here and now
 
 test: setup ## the tests that fit a few minutes on two cores
 	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -m "not slow" -q
+
+parity: setup ## every mixer under every layout against one process, as a table: tests/parity.md
+	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu/test_parity.py tests/cpu/test_zoo_parity.py -q
+	@cat tests/parity.md
 
 test-all: setup ## every test that needs no GPU; rewrites the table tests/parity.md
 	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -q

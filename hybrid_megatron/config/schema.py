@@ -127,7 +127,7 @@ class PatternEntry:
     repeat: int = 1
     """Number of consecutive layers this entry stands for. The whole pattern is repeated to `model.num_layers`."""
     share: Optional[int] = None
-    """Instead of `repeat`, in every entry or in none: its part of all layers, as one run of consecutive layers; nothing is repeated then."""
+    """Instead of `repeat`, in every entry or in none: its part of all layers, as one run of layers; nothing is repeated then."""
 
 
 @dataclass
@@ -146,8 +146,8 @@ class ParallelConfig:
     """Model chunks a pipeline stage holds (interleaved schedule, Narayanan et al., 2021, arXiv 2104.04473). More than 1 shortens the time
     that stages wait at the start and end of a step, at that many times the messages between them."""
     context_attention: str = "gather"
-    """How full attention sees other context ranks' tokens: gather (every rank gets all keys and values) or all_to_all (every rank gets whole
-    sequences of some of the heads)."""
+    """How full attention sees other context ranks' tokens: gather (every rank gets all keys and values) or all_to_all (every rank gets
+    whole sequences of some of the heads)."""
     context_linear: str = "states"
     """The same for linear mixers: states (only the states between chunks travel) or all_to_all."""
 
@@ -236,7 +236,7 @@ class TrackingConfig:
 
 @dataclass
 class InferenceConfig:
-    """Settings that change how a trained model computes on long inputs and need no other checkpoint; what acts on what: model/inference.py."""
+    """Settings that change how a trained model computes on long inputs; what acts on what: model/inference.py."""
 
     logit_scale: str = "none"
     """Factor on the logits of attention without position, inputs being longer than in training. log: ln L / ln L0 (L tokens of input, L0 in

@@ -106,8 +106,8 @@ def layer_problems(config: RunConfig, plan: LayerPlan) -> Iterator[str]:
         sizes = UnitOrder(config.model, layer.groups).possible_tensor_sizes()
         if parallel.tensor not in sizes:
             yield (
-                f"parallel.tensor={parallel.tensor}: layers of {layer} have {sizes[-1]} units of heads that may not be cut, and tensor must "
-                f"divide them; use one of {', '.join(map(str, sizes))}"
+                f"parallel.tensor={parallel.tensor}: layers of {layer} have {sizes[-1]} units of heads that may not be cut, and tensor "
+                f"must divide them; use one of {', '.join(map(str, sizes))}"
             )
 
 

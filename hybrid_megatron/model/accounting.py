@@ -18,12 +18,12 @@ class Accounts:
     forward_flops_per_token: dict[str, float]
     """Forward FLOPs of one token by part, averaged over the positions of a sample."""
     state_bytes: dict[str, int]
-    """By mixer: what one sample of `train.context` tokens leaves for its continuation; recurrent states in 4 bytes an element, a window's or
-    all keys and values in 2."""
+    """By mixer: what one sample of `train.context` tokens leaves for its continuation; recurrent states in 4 bytes an element, a window's
+    or all keys and values in 2."""
     activation_bytes: dict[str, int]
     """By mixer: what one sample keeps for the backward pass between the projections of all its layers."""
     context_bytes: dict[str, int]
-    """By mixer: what the busiest context rank receives in the forward pass of one sample, over all layers; 0 without context parallelism."""
+    """By mixer: what the busiest context rank receives in the forward pass of a sample, over all layers; 0 without context parallelism."""
 
     @property
     def total_params(self) -> int:

@@ -1,6 +1,6 @@
-"""Settings of inference alone -> the layer plan: which heads compute otherwise than they were trained to, on inputs longer than in training.
+"""Settings of inference alone -> the layer plan: which heads compute otherwise than in training, on longer inputs.
 
-They need no other checkpoint, since none of them has parameters. Each acts on the heads it is meant for, in layer-wise and head-wise hybrids:
+They need no other checkpoint, since none of them has parameters. Each acts on the heads it is meant for, layer-wise or head-wise:
 
     logit_scale     attention without position    log, hype or constant (model/attention/logit_scale.py)
     dynamic_ntk     attention with RoPE           its base grows with the input

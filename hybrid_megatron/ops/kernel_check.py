@@ -1,8 +1,8 @@
 """A check of the linear mixers' kernels on the device at hand, before a run trusts them.
 
-Versions of Triton exist that compile flash-linear-attention's kernels into wrong gradients without a word (its issue 640). So each recurrence
-that a model uses runs once, forward and backward, at the model's head size, number of heads and type, against its definition in float64.
-The kernels it compiles are the ones that training uses.
+Versions of Triton exist that compile flash-linear-attention's kernels into wrong gradients without a word (its issue 640). So each
+recurrence that a model uses runs once, forward and backward, at the model's head size, number of heads and type, against its definition in
+float64. The kernels it compiles are the ones that training uses.
 """
 
 import torch
@@ -36,8 +36,8 @@ def kernel_problem(mixer: str, heads: int, width: int, dtype: torch.dtype, devic
     if errors[name] <= _BOUND[dtype]:
         return None
     return (
-        f"the kernels of mixer {mixer} compute wrong values on {_device_name(device)} (relative error of {name}: {errors[name]:.1e}, a right "
-        f"one is below {_BOUND[dtype]:.0e}); {_WAY_OUT}"
+        f"the kernels of mixer {mixer} compute wrong values on {_device_name(device)} (relative error of {name}: {errors[name]:.1e}, a "
+        f"right one is below {_BOUND[dtype]:.0e}); {_WAY_OUT}"
     )
 
 

@@ -51,7 +51,8 @@ class ParallelState:
 
     @property
     def micro_batch_group(self) -> int:
-        """The micro-batches of one pass must be a multiple of this: the interleaved schedule takes one a stage at a time."""
+        """The micro-batches of one pass must be a multiple of this: the interleaved schedule takes as many at a time as there are stages,
+        through one chunk after the other."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:

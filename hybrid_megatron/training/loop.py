@@ -19,7 +19,7 @@ from hybrid_megatron.config.validate import validate
 from hybrid_megatron.data import Dataset, open_dataset
 from hybrid_megatron.errors import CheckpointError, RunError
 from hybrid_megatron.model.accounting import Accounts, account
-from hybrid_megatron.model.mixers import MIXERS
+from hybrid_megatron.model.kernels import check_kernels
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import ParallelState, start
 from hybrid_megatron.parallel.state import global_rank, world_size
@@ -57,9 +57,6 @@ def train(config: RunConfig) -> Outcome:
     """
     validate(config, world_size())
     platform.select_device()
-    problem = platform.kernel_pair_problem()
-    if problem and any(MIXERS[mixer].needs_fla for mixer in plan_layers(config).mixers):
-        raise RunError(problem)
     check_same_run(config)
     train_data = open_dataset(config, "train")
     valid_data = open_dataset(config, "valid") if config.data.valid is not None else None
@@ -97,6 +94,8 @@ def _run(
 ) -> Outcome:
     accounts = account(config, plan_layers(config))
     console.describe(state, accounts)
+    with state.together():
+        check_kernels(config, plan_layers(config))
     newest, init_from = state.from_rank_0((store.newest(), init_from))  # a shared file system may show the others an older state
     with _named_init_from():
         trainer = build_trainer(config, state, train_data, valid_data, None if newest else init_from)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hybrid_megatron import platform
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.config.megatron import ddp_config, sharding_metadata
 from hybrid_megatron.data import BatchStream, open_dataset
@@ -32,6 +33,7 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
     Without the distributed optimizer, which would leave only each rank's own share reduced.
     """
     config = load_recipe(words)
+    platform.select_device()
     data = open_dataset(config, "train")
     with start(config.parallel, config.seed) as state:
         chunks = build_chunks(config, plan_layers(config), state)
@@ -50,7 +52,7 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
 def _shards(chunks, state) -> list[tuple]:
     tree = [chunk.sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp)) for chunk in chunks]
     apply_factories(tree)
-    return [(t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().clone().numpy()) for t in sharded_tensors(tree)]
+    return [(t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().cpu().clone().numpy()) for t in sharded_tensors(tree)]
 
 
 def assemble(shards_of_ranks: list[list[tuple]]) -> dict[str, torch.Tensor]:

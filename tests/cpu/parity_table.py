@@ -29,8 +29,8 @@ class ParityTable:
     def _tiny(self) -> str:
         """The tiny recipe: a row a layout."""
         lines = [
-            "Two GDN and two attention layers (tests/cpu/tiny.py). One step: loss / gradients. Twenty steps with the distributed optimizer: "
-            "largest difference of a loss.",
+            "Two GDN and two attention layers (tests/cpu/tiny.py). One step: loss / gradients. Twenty steps with the distributed "
+            "optimizer: largest difference of a loss.",
             "",
             "| layout against one process | one step | one step, documents masked | twenty steps |",
             "| --- | ---: | ---: | ---: |",
@@ -46,8 +46,8 @@ class ParityTable:
         """All mixers: a row a layout, a column a model; each cell the worse of whole samples and masked documents."""
         models = list(dict.fromkeys(model for model, _, _ in self.cells if model != TINY))
         lines = [
-            "Every mixer beside attention without position at 3:1, in layers of its own (LH) or in heads of every layer (HH), and models of all "
-            "of them (tests/cpu/zoo.py). One step, loss / gradients, the worse of whole samples and masked documents.",
+            "Every mixer beside attention without position at 3:1, in layers of its own (LH) or in heads of every layer (HH), and models "
+            "of all of them (tests/cpu/zoo.py). One step, loss / gradients, the worse of whole samples and masked documents.",
             "",
             "| against one process | " + " | ".join(models) + " |",
             "| --- |" + " ---: |" * len(models),

@@ -9,6 +9,7 @@ from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
 from tests.cpu.tiny import tiny_config
+from tests.cpu.zoo import MIXED
 
 VOCAB = 128_256
 # layers, hidden, heads of 128, FFN, total with attention everywhere in millions
@@ -81,6 +82,75 @@ def test_flops_of_grouped_queries():
     assert whole - grouped == pytest.approx(6 * layers * 2 * hidden * hidden * 3 / 4, rel=1e-9)
 
 
+HYBRIDS = {
+    # parameters of one layer of all heads: from hidden, heads (of 128), and FLOPs of its mixing for one token of a sample of `context`
+    "swa": (
+        lambda hidden, heads: 4 * hidden**2,
+        lambda hidden, heads, context: 4 * hidden * (128 * 129 / 2 + (context - 128) * 128) / context,
+    ),
+    "gla": (
+        lambda hidden, heads: 5 * hidden**2 + 2 * 16 * hidden + hidden + 128,  # two matrices of the gate, its bias, a norm
+        lambda hidden, heads, context: 2 * (2 * heads * 128**2 + 16 * hidden),
+    ),
+    "gdn": (lambda hidden, heads: 5 * hidden**2 + 2 * heads * hidden + 2 * heads + 128, lambda hidden, heads, context: 6 * heads * 128**2),
+    "lightning": (lambda hidden, heads: 5 * hidden**2 + 3 * 128, lambda hidden, heads, context: 4 * heads * 128**2),
+}
+
+
+@pytest.mark.parametrize("context", [4096, 32_768])
+@pytest.mark.parametrize("mixer", HYBRIDS)
+def test_hybrids_of_776m(mixer, context):
+    """Layer-wise and head-wise 3:1. A head-wise layer has its norms and gla's W1 whole, and three quarters of everything else."""
+    layers, hidden, heads, ffn, _ = MODELS["776m"]
+    common = layers * (3 * hidden * ffn + 2 * hidden) + hidden + 2 * VOCAB * hidden
+    of_layer, of_token = HYBRIDS[mixer]
+    found = accounts(f"776m+{mixer}_nope_lh+pretrain_4k", f"train.context={context}")
+    assert found.params[mixer] == 9 * of_layer(hidden, heads) and found.params["attention"] == 3 * 4 * hidden**2
+    assert found.total_params == common + found.params[mixer] + found.params["attention"]
+
+    head_wise = accounts(f"776m+{mixer}_nope_hh+pretrain_4k", f"train.context={context}")
+    whole = {"swa": 0, "gla": 128 + 16 * hidden, "gdn": 128, "lightning": 3 * 128}[mixer]
+    assert head_wise.params[mixer] == 12 * (3 * (of_layer(hidden, heads) - whole) // 4 + whole)
+    assert head_wise.params["attention"] == 12 * hidden**2
+
+    vectors = {"swa": 0, "gla": hidden + 128, "gdn": 2 * heads + 128, "lightning": 3 * 128}[mixer]
+    gate_up = 16 * hidden if mixer == "gla" else 0  # counted in of_token
+    layer = 2 * (of_layer(hidden, heads) - vectors - gate_up) + of_token(hidden, heads, context)
+    assert found.forward_flops_per_token[mixer] == pytest.approx(9 * layer, rel=1e-9)
+
+
+def test_state_bytes():
+    """gdn, gla, lightning: float32 states of 128 x 128 a head at any length. Softmax: keys and values in 2 bytes, of all tokens or the window."""
+    for context in (4096, 65_536):
+        for mixer, expected in (
+            ("gdn", 9 * 12 * 128 * 128 * 4),
+            ("gla", 9 * 12 * 128 * 128 * 4),
+            ("lightning", 9 * 12 * 128 * 128 * 4),
+            ("swa", 9 * 128 * 2 * 1536 * 2),
+        ):
+            found = accounts(f"776m+{mixer}_nope_lh+pretrain_4k", f"train.context={context}").state_bytes
+            assert found == {mixer: expected, "attention": 3 * context * 2 * 1536 * 2}
+    grouped = accounts("776m+swa_nope_hh+pretrain_4k", "model.num_kv_heads=4").state_bytes
+    assert grouped == {"swa": 12 * 128 * 2 * 3 * 128 * 2, "attention": 12 * 4096 * 2 * 1 * 128 * 2}
+    convolved = accounts("776m+gdn_nope_lh+pretrain_4k", "model.gdn.short_conv=4").state_bytes["gdn"]
+    assert convolved == 9 * (12 * 128 * 128 * 4 + 3 * 3 * 1536 * 2)
+
+
+def test_communication_bytes_at_32k():
+    """776m, context 2, bf16. State passing: two summaries of the other rank; 12 heads of 128 x (128 + transition) in float32."""
+    for mixer, columns in (("gdn", 128), ("gla", 1), ("lightning", 0)):
+        words = [f"776m+{mixer}_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2"]
+        states = accounts(*words).context_bytes[mixer]
+        assert states == 9 * 2 * 12 * 128 * (128 + columns) * 4
+        exchanged = accounts(*words, "parallel.context_linear=all_to_all").context_bytes[mixer]
+        gates = {"gdn": 2 * 4, "gla": 128 * 4, "lightning": 0}[mixer]
+        assert exchanged == 9 * 32_768 // 2 * 12 * (4 * 128 * 2 + gates)
+        assert exchanged > 10 * states
+    windows = accounts("776m+swa_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes
+    assert windows["swa"] == 9 * 2 * 1536 * 2 * 127, "rank 0 needs the halo of its back chunk; its front one has none"
+    assert windows["attention"] == 3 * 32_768 * 2 * 1536 * 2
+
+
 VARIANTS = {
     "the tiny recipe": [],
     "no groups": ["model.num_kv_heads=4"],
@@ -88,6 +158,9 @@ VARIANTS = {
     "heads wider than hidden": ["model.head_dim=24"],
     "negative eigenvalues": ["model.gdn.allow_neg_eigval=true"],
     "odd sizes": ["model.hidden_size=36", "model.ffn_size=50", "model.vocab_size=257"],
+    "all mixers, LH": MIXED["all mixers, LH"],
+    "all mixers, HH": MIXED["all mixers, HH"],
+    "all options, HH": MIXED["all options, HH"],
 }
 
 
@@ -102,9 +175,11 @@ def test_built_models_have_as_many_parameters(tiny_data):
             by_part = {
                 "embedding": model.embedding.parameters(),
                 "output_layer": model.output_layer.parameters(),
-                "gdn": [p for i in (0, 2) for p in model.decoder.layers[i].self_attention.parameters()],
-                "attention": [p for i in (1, 3) for p in model.decoder.layers[i].self_attention.parameters()],
                 "mlp": [p for layer in model.decoder.layers for p in layer.mlp.parameters()],
             }
+            for mixer in plan.mixers:  # where it has a layer of its own
+                alone = [i for i, layer in enumerate(plan) if {group.mixer for group in layer.groups} == {mixer}]
+                if len(alone) == sum(mixer in {group.mixer for group in layer.groups} for layer in plan):
+                    by_part[mixer] = [p for i in alone for p in model.decoder.layers[i].self_attention.parameters()]
             for part, parameters in by_part.items():
                 assert sum(p.numel() for p in parameters) == counted.params[part], f"{name}: {part}"

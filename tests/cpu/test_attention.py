@@ -110,7 +110,7 @@ def test_shares_of_heads_are_the_whole(ranks, size, kv_heads, starts):
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(AssertionError, match="3 heads do not divide by 2 context ranks"):
+    with pytest.raises(AssertionError, match="3 heads over 2 context ranks"):
         causal_attention(*draw(32, 3, 3), SequenceLayout(64, 2, 0), SCALE, None, exchange="all_to_all")
 
 

@@ -165,15 +165,15 @@ def test_all_missing_values_are_named_at_once(recipe):
 
 
 RULES = {
-    "mixer": (["pattern=[{mixer: gdnn}]"], ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, gdn"]),
-    "position": (["pattern=[{mixer: attention}]"], ["pattern: mixer attention has position=None; it must be rope or nope"]),
+    "mixer": (["pattern=[{mixer: gdnn}]"], ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, swa, gla, gdn, lightning"]),
+    "position": (["pattern=[{mixer: attention}]"], ["pattern[0].mixer=attention: its position must be rope or nope"]),
     "not finite": (["optimizer.clip_grad=.inf"], ["optimizer.clip_grad=inf: it must be a finite number"]),
     "negative": (["train.tokens=-5"], ["train.tokens=-5: it must be more than 0"]),
     "no validation samples": (["validation.samples=0"], ["validation.samples=0: it must be more than 0"]),
     "seed": (["seed=4294967296"], ["seed=4294967296: it must be less than 2^32"]),
     "beta": (["optimizer.beta1=1"], ["optimizer.beta1=1.0: it must be less than 1"]),
     "pattern length": (["pattern=[{mixer: gdn, repeat: 3}]"], ["pattern: it describes 3 layers and model.num_layers=4 is not"]),
-    "empty pattern": (["pattern=[]"], ["pattern: it describes 0 layers"]),
+    "empty pattern": (["pattern=[]"], ["pattern: it is empty; name a mixer"]),
     "warm-up": (["schedule.warmup_tokens=10240"], ["schedule.warmup_tokens=10240: it must be less than train.tokens=10240;"]),
     "batch": (["train.batch_tokens=500"], ["train.batch_tokens=500: it must be a multiple of train.context=64"]),
     "micro-batch": (["train.micro_batch=3"], ["train.batch_tokens=512: it holds 8 samples of 64, which must be a multiple of"]),
@@ -191,7 +191,7 @@ RULES = {
     "tensor 3": (
         ["parallel.tensor=3"],
         [
-            "parallel.tensor=3: mixer gdn has 8 heads that can be split, and tensor must divide them; use one of 1, 2, 4, 8",
+            "parallel.tensor=3: layers of gdn have 8 units of heads that may not be cut, and tensor must divide them; use one of 1, 2, 4, 8",
             "parallel.tensor=3: it must divide model.vocab_size=512; use another tensor size, or 513",
             "parallel: tensor * context * pipeline = 3 * 1 * 1 = 3 must divide the 1 process of this run",
         ],

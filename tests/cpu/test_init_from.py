@@ -175,7 +175,7 @@ MISFITS = {
     ),
     "another mixer": (
         ["pattern=[{mixer: gdn}]"],
-        "it lacks decoder.layers.1.self_attention.mixer.A_log, which this model has",
+        "it lacks decoder.layers.1.self_attention.mixers.0.out_norm, which this model has",
     ),
 }
 

@@ -90,6 +90,7 @@ def true_validation_loss(ranks, tiny_data) -> float:
         (1, ["train.micro_batch=8"]),
         (2, ["train.micro_batch=2"]),
         (2, ["parallel.pipeline=2"]),
+        (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
         pytest.param(4, ["parallel.context=2"], marks=pytest.mark.slow),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 
 from hybrid_megatron.parallel import SequenceLayout
 from tests.cpu import cells
+from tests.cpu.parity_table import TINY
 from tests.cpu.reference_model import reference_loss
 from tests.cpu.tiny import tiny_config, tiny_words
 
@@ -73,7 +74,7 @@ def test_one_process_computes_the_definition(one_process, tiny_data, parity_tabl
     expected = mean.item()
     assert abs(loss - expected) <= 1e-5
     worst = check_gradients(gradients, {name: w.grad for name, w in weights.items()}, 1e-4)
-    parity_table.note("one process against float64", mask, abs(loss - expected), worst)
+    parity_table.note(TINY, "one process against float64", mask, abs(loss - expected), worst)
     assert abs(expected - math.log(config.model.vocab_size)) < 0.2, "an untrained model knows next to nothing"
     assert samples[0].numel() == config.train.batch_tokens
 
@@ -88,17 +89,21 @@ def first_batch(config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None
     return tokens, targets, starts
 
 
-def check_layout(ranks, tiny_data, one_process, parity_table, name: str, mask: str) -> None:
-    size, overrides = (LAYOUTS | LAYOUTS_MORE)[name]
-    answers = ranks.run(size, cells.loss_and_gradients, tiny_words(tiny_data, "run_dir=unused", *overrides, *MASKS[mask]))
-    loss, parameters, gradients = one_process[mask]
+def compare_layout(answers: list, expected: tuple) -> tuple[float, float]:
+    """(difference of the loss, worst gradient) of a layout's ranks to one process, within the bounds; the first parameters are equal."""
+    loss, parameters, gradients = expected
     difference = max(abs(other - loss) for other, _, _ in answers)
     assert difference <= 1e-5
     first = cells.assemble([shards for _, shards, _ in answers])
     assert first.keys() == parameters.keys()
     assert all(torch.equal(first[name], parameters[name]) for name in parameters), "the first parameters depend on the layout"
-    worst = check_gradients(cells.assemble([shards for _, _, shards in answers]), gradients, 1e-4)
-    parity_table.note(f"{name} ({size} processes)", mask, difference, worst)
+    return difference, check_gradients(cells.assemble([shards for _, _, shards in answers]), gradients, 1e-4)
+
+
+def check_layout(ranks, tiny_data, one_process, parity_table, name: str, mask: str) -> None:
+    size, overrides = (LAYOUTS | LAYOUTS_MORE)[name]
+    answers = ranks.run(size, cells.loss_and_gradients, tiny_words(tiny_data, "run_dir=unused", *overrides, *MASKS[mask]))
+    parity_table.note(TINY, f"{name} ({size} processes)", mask, *compare_layout(answers, one_process[mask]))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -138,5 +143,5 @@ def test_layout_trains_the_same(ranks, tiny_data, tmp_path: Path, one_process_tr
         assert abs(mine["grad_norm"] - theirs["grad_norm"]) <= 1e-4 * theirs["grad_norm"], mine["step"]
     assert abs(metrics[-1]["validation_loss"] - one_process_training[-1]["validation_loss"]) <= 1e-5
     difference = max(abs(mine["loss"] - theirs["loss"]) for mine, theirs in zip(metrics, one_process_training))
-    parity_table.note(f"{layout} ({size} processes)", "20 steps", difference, None)
+    parity_table.note(TINY, f"{layout} ({size} processes)", "20 steps", difference, None)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3, "it learns"

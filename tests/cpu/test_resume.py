@@ -12,6 +12,7 @@ from hybrid_megatron.data import BatchStream, open_dataset
 from tests.cpu.runs import checkpoints, computed, contents, equal, tensors, train
 from tests.cpu.test_parity import LAYOUTS
 from tests.cpu.tiny import tiny_config, tiny_words
+from tests.cpu.zoo import MIXED
 
 ONE = {"one process": (1, [])}
 HERE = ONE | LAYOUTS
@@ -120,8 +121,8 @@ def test_resume_under_a_further_layout_is_bitwise(ranks, tiny_data, tmp_path, la
     check_bitwise(whole, in_two_parts(ranks, tiny_data, tmp_path / "parts", layout, layout))
 
 
-def check_move(ranks, tiny_data: Path, run_dir: Path, one_process: Path, first: str, second: str) -> None:
-    moved = in_two_parts(ranks, tiny_data, run_dir, first, second)
+def check_move(ranks, tiny_data: Path, run_dir: Path, one_process: Path, first: str, second: str, *more: str) -> None:
+    moved = in_two_parts(ranks, tiny_data, run_dir, first, second, *more)
     for mine, theirs in zip(computed(moved), computed(one_process), strict=True):
         assert mine["lr"] == theirs["lr"] and mine["tokens"] == theirs["tokens"]
         assert abs(mine["loss"] - theirs["loss"]) <= 1e-5, mine["step"]
@@ -143,3 +144,38 @@ def test_resume_under_another_layout(ranks, tiny_data, tmp_path, one_process, fi
 @pytest.mark.parametrize("first, second", MOVES_MORE)
 def test_resume_under_a_further_layout(ranks, tiny_data, tmp_path, one_process, first, second):
     check_move(ranks, tiny_data, tmp_path / "run", one_process, first, second)
+
+
+ZOO_MOVES = [("tensor 2", "one process"), ("pipeline 2", "one process"), ("data 2", "one process")]
+ZOO_MOVES_MORE = [("one process", "tensor 2 + sequence"), ("context 2", "tensor 2"), ("pipeline 2 x virtual 2", "data 2")]
+
+
+@pytest.fixture(scope="module")
+def one_process_of(ranks, tiny_data, tmp_path_factory):
+    """Model of all mixers -> its run on one process, computed once."""
+    runs: dict[str, Path] = {}
+
+    def of(model: str) -> Path:
+        if model not in runs:
+            runs[model] = straight(ranks, tiny_data, tmp_path_factory.mktemp("zoo") / "run", "one process", *MIXED[model])
+        return runs[model]
+
+    return of
+
+
+def test_resume_of_all_mixers_is_bitwise(ranks, tiny_data, tmp_path, one_process_of):
+    parts = in_two_parts(ranks, tiny_data, tmp_path / "parts", "one process", "one process", *MIXED["all mixers, HH"])
+    check_bitwise(one_process_of("all mixers, HH"), parts)
+
+
+@pytest.mark.parametrize("first, second", ZOO_MOVES)
+def test_all_mixers_move_between_layouts(ranks, tiny_data, tmp_path, one_process_of, first, second):
+    model = "all mixers, HH"
+    check_move(ranks, tiny_data, tmp_path / "run", one_process_of(model), first, second, *MIXED[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, second", ZOO_MOVES + ZOO_MOVES_MORE)
+@pytest.mark.parametrize("model", ["all mixers, LH", "all options, HH"])
+def test_further_models_of_all_mixers_move_between_layouts(ranks, tiny_data, tmp_path, one_process_of, model, first, second):
+    check_move(ranks, tiny_data, tmp_path / "run", one_process_of(model), first, second, *MIXED[model])

@@ -43,7 +43,7 @@ MIXED = {
     ),
     "all options, HH": [
         *_layers(
-            "heads: [{mixer: gdn, share: 3}, {mixer: attention, position: nope}]",
+            "heads: [{mixer: gdn}, {mixer: attention, position: nope}]",
             "heads: [{mixer: swa}, {mixer: gla, position: rope}]",
             "mixer: lightning",
             "heads: [{mixer: gla}, {mixer: attention, position: rope}]",

@@ -1,4 +1,4 @@
-"""`causal_attention` on CUDA against softmax attention in float64, from the very same rounded inputs, and which kernels compute it.
+"""Full and windowed attention on CUDA against softmax attention in float64, from the very same rounded inputs; kernels and memory.
 
 Errors are relative norms. bf16: the probabilities and the results are rounded once each, 2^-9 at most, so 1e-2 bounds outputs and
 gradients (2e-3 to 4e-3 is usual). float32: the efficient kernel splits each float32 into TF32 parts, bound 2e-5; FlexAttention multiplies
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from hybrid_megatron.model.attention import causal
+from hybrid_megatron.model.attention import causal, windowed
 from hybrid_megatron.model.attention.causal import causal_attention
+from hybrid_megatron.model.attention.windowed import windowed_attention
 from hybrid_megatron.parallel import SequenceLayout
 from tests import definitions
 
@@ -21,7 +22,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def compiled_anew():
-    """torch.compile keeps eight shapes of a function and then stops compiling it; a training has two, the tests have more."""
+    """Each test with its own shapes alone, as in a training; torch.compile keeps a limited number of them."""
     torch.compiler.reset()
 
 
@@ -111,6 +112,61 @@ def test_chunked_queries(monkeypatch, dtype, kv_heads, documents):
     compare(fast, exact, BOUND[dtype])
 
 
+WINDOWS = [
+    # length, window, head dim, rows of document starts: a window as wide as the sample is full attention
+    (1, 128, 64, None),
+    (63, 128, 128, None),
+    (65, 128, 64, None),
+    (63, 16, 64, None),
+    (65, 16, 128, ((0, 1, 2, 40), (30,))),
+    (1000, 128, 64, None),
+    (1000, 128, 128, ((0, 1, 2, 128, 500, 999), ())),
+    (4096, 2048, 128, None),
+    (4096, 2048, 64, ((0, 1000, 1001, 3500),)),
+]
+
+
+@pytest.mark.parametrize(("length", "window", "width", "rows"), WINDOWS)
+def test_windows(length, window, width, rows):
+    """bf16, heads in groups; samples that fill no block."""
+    starts = None if rows is None else starts_at(length, *rows)
+    inputs = draw(2 if rows is None else len(rows), length, 4, 2, width, torch.bfloat16)
+    layout, scale = SequenceLayout(length, document_starts=starts), width**-0.5
+    fast = with_gradients(lambda q, k, v: windowed_attention(q, k, v, layout, window, scale, None), inputs)
+    assert fast["output"].dtype == torch.bfloat16
+    doubles = [x.double() for x in inputs]
+    exact = with_gradients(lambda q, k, v: definitions.windowed_attention(q, k, v, window, scale, starts), doubles)
+    compare(fast, exact, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_windows_over_chunks(monkeypatch, documents):
+    """Under context parallelism a chunk's keys begin window - 1 tokens before it, or with the sample."""
+    length, size, window = 768, 2, 128
+    inputs = draw(2, length, 4, 2, 64, torch.bfloat16)
+    starts = starts_at(length, (0, 100, 192, 500), (191, 400, 576)) if documents else None
+
+    def cut_from_whole(k: Tensor, v: Tensor, layout: SequenceLayout, window: int, group: None) -> list[tuple[Tensor, Tensor]]:
+        ends = [(chunk + 1) * layout.chunk_length for chunk in layout.chunks]
+        spans = [slice(max(end - layout.chunk_length - window + 1, 0), end) for end in ends]
+        return [(k[:, span], v[:, span]) for span in spans]
+
+    monkeypatch.setattr(windowed, "_keys_and_values", cut_from_whole)
+
+    def over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = torch.zeros_like(q)
+        for rank in range(size):
+            layout = SequenceLayout(length, size, rank, starts)
+            positions = layout.positions("cuda")
+            o = o.index_copy(1, positions, windowed_attention(q[:, positions], k, v, layout, window, 0.125, None))
+        return o
+
+    fast = with_gradients(over_ranks, inputs)
+    doubles = [x.double() for x in inputs]
+    exact = with_gradients(lambda q, k, v: definitions.windowed_attention(q, k, v, window, 0.125, starts), doubles)
+    compare(fast, exact, BOUND[torch.bfloat16])
+
+
 def operators(function) -> set[str]:
     """Names of the operators that a call ran."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -163,6 +219,18 @@ def test_memory_of_document_masks_grows_with_the_length_alone():
 
     def step() -> None:
         causal_attention(q, k, v, layout, 128**-0.5, None).float().sum().backward()
+
+    step()
+    assert peak_bytes(step) < 400 * 2**20
+
+
+def test_memory_of_windows_grows_with_the_length_alone():
+    """As above."""
+    length = 32_768
+    q, k, v = (x.requires_grad_() for x in draw(1, length, 2, 2, 128, torch.bfloat16))
+
+    def step() -> None:
+        windowed_attention(q, k, v, SequenceLayout(length), 2048, 128**-0.5, None).float().sum().backward()
 
     step()
     assert peak_bytes(step) < 400 * 2**20

@@ -11,7 +11,9 @@ _MOST_SHAPES = 64  # kept by torch.compile, which refuses any more; its own 8 ar
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """q [b, n, queries, d]; k, v [b, m, keys, d] with n a multiple of m; a mask of batch dimension b or 1. Returns q's shape."""
-    return _compiled()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    # Below 128 queries torch takes its decoding kernel, which finds no tile once queries times heads of a group exceed a block.
+    options = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] < 128 else None
+    return _compiled()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], kernel_options=options)
 
 
 @lru_cache(maxsize=1)

@@ -11,8 +11,8 @@ from hybrid_megatron.parallel import SequenceLayout
 def scale_queries(q: Tensor, layout: SequenceLayout, inference: Inference) -> Tensor:
     """The factor on the logits, put on q [b, s, n, d].
 
-    log: ln L / ln L0 for the whole input of L >= L0 tokens, L0 in training. hype: ln(t + a) / ln a at position t (HypeNet, arXiv 2601.22156,
-    equation 11). constant: a number.
+    log: ln L / ln L0 for the whole input of L >= L0 tokens, L0 in training. hype: ln(t + a) / ln a at position t (HypeNet, arXiv
+    2601.22156, equation 11). constant: a number.
     """
     if inference.logit_scale == "none":
         return q

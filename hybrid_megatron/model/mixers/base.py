@@ -90,8 +90,8 @@ class Mixer(MegatronModule):
     @classmethod
     @abstractmethod
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """What one context rank receives from others in the forward pass, for one sample of `context` tokens; `element` bytes an activation.
-        The busiest rank's figure; the backward pass sends as much again."""
+        """What one context rank receives from others in the forward pass, for one sample of `context` tokens; `element` bytes an
+        activation. The busiest rank's figure; the backward pass sends as much again."""
 
     @classmethod
     def num_params(cls, model: ModelConfig, group: HeadGroup) -> int:

@@ -1,4 +1,4 @@
-"""Mixer `lightning`: linear attention with a fixed decay a head, as HypeNet has it (Chen et al., 2026, arXiv 2601.22156, equations 18 and 19).
+"""Mixer `lightning`: linear attention with a fixed decay a head, as in HypeNet (Chen et al., 2026, arXiv 2601.22156, equations 18 and 19).
 
 ln gamma_h = -2^(-8h/H) for h = 1 .. H, the layer's Lightning heads; RoPE, QK norm and a sigmoid gate unless the recipe says otherwise. The
 output norm is a norm of each head, as equation 18 has it.

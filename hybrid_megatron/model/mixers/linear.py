@@ -21,8 +21,8 @@ from hybrid_megatron.parallel import SequenceLayout
 
 
 class LinearMixer(Mixer):
-    """A unit is one key-value head with the query heads that share it (one, unless num_kv_heads says otherwise): rows [q of each query head,
-    k, v, output gate of each query head, the mixer's own gates].
+    """A unit is one key-value head with the query heads that share it (one, unless num_kv_heads says otherwise): rows [q of each query
+    head, k, v, output gate of each query head, the mixer's own gates].
 
     q, k and v pass through the short convolution and its SiLU, q and k through QK norm and RoPE; then the recurrence with scale d^-1/2, an
     RMSNorm of each head's output with one weight for all heads, and the output gate. Gates, states and norm statistics are float32.
@@ -107,7 +107,7 @@ class LinearMixer(Mixer):
 
     @classmethod
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """The halo of the convolution, and the summaries of all other chunks (two a rank), or q, k, v, gates and o changed to heads and back."""
+        """The halo of the convolution, and the summaries of all other chunks (two a rank), or q, k, v, gates and o as heads and back."""
         size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
         if size == 1:
             return 0
@@ -130,7 +130,7 @@ class LinearMixer(Mixer):
         elif group.heads % cls.queries(model):
             problems.append(
                 f"pattern: {group} has {group.heads} heads of a layer, and with model.{name}.num_kv_heads={settings.num_kv_heads} every "
-                f"{cls.queries(model)} query heads share keys and values; give it a multiple of {cls.queries(model)} heads, or leave it null"
+                f"{cls.queries(model)} query heads share keys and values; give it a multiple of that many heads, or leave it null"
             )
         if not problems and parallel.context > 1:
             if parallel.context_linear == "all_to_all":

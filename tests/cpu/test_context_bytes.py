@@ -1,0 +1,43 @@
+"""What the accounts say travels between context ranks is what travels."""
+
+import pytest
+
+from hybrid_megatron.model.accounting import account
+from hybrid_megatron.model.pattern import plan_layers
+from tests.cpu import traffic
+from tests.cpu.test_zoo_parity import ALL_TO_ALL
+from tests.cpu.tiny import tiny_config, tiny_words
+from tests.cpu.zoo import MATRIX, MIXED
+
+WAYS = {"states and halos": [], "all-to-all": ALL_TO_ALL}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model", MIXED)
+def test_accounts_of_context_parallelism(ranks, tiny_data, model, size, way):
+    overrides = ["run_dir=unused", f"parallel.context={size}", *MIXED[model], *WAYS[way]]
+    if size == 4 and way == "all-to-all" and model != "all mixers, LH":
+        return  # two heads of a mixer do not divide by four ranks, and validation says so
+    config = tiny_config(tiny_data, *overrides)
+    expected = config.train.micro_batch * sum(account(config, plan_layers(config)).context_bytes.values())
+    received = ranks.run(size, traffic.received_in_forward, tiny_words(tiny_data, *overrides))
+    assert max(received) == expected
+
+
+@pytest.mark.parametrize("mixer", ["gla", "gdn", "lightning"])
+def test_states_are_as_many_bytes_at_any_length(tiny_data, mixer):
+    """All-to-all grows with the context, states do not; at 4 x 64 tokens of 8 heads of 8 channels the states are smaller."""
+
+    def sent(context: int, *more: str) -> int:
+        words = ["run_dir=unused", "parallel.context=2", f"train.context={context}", *MATRIX[f"{mixer}, LH"], *more]
+        config = tiny_config(tiny_data, *words)
+        return account(config, plan_layers(config)).context_bytes[mixer]
+
+    assert sent(256) == sent(64)
+    assert sent(256, *ALL_TO_ALL) == 4 * sent(64, *ALL_TO_ALL) > sent(256)
+
+
+def test_nothing_travels_on_one_context_rank(tiny_data):
+    config = tiny_config(tiny_data, "run_dir=unused", *MIXED["all options, HH"])
+    assert set(account(config, plan_layers(config)).context_bytes.values()) == {0}
