@@ -16,7 +16,7 @@ from hybrid_megatron.evaluation.loss_by_position import LossByPosition, measure
 from hybrid_megatron.evaluation.report import Narrator, Report
 from hybrid_megatron.evaluation.results import evaluation_name, prepare_folder, write_results
 from hybrid_megatron.model.hybrid_model import HybridModel, build_chunks
-from hybrid_megatron.model.mixers import MIXERS
+from hybrid_megatron.model.kernels import check_kernels
 from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.parallel import ParallelState, start
 from hybrid_megatron.parallel.state import global_rank, world_size
@@ -38,9 +38,6 @@ def evaluate(run_dir: Path, settings: EvaluationConfig, *, silent: bool = False)
     )
     plan = validate_evaluation(settings, config, world_size())
     platform.select_device()
-    problem = platform.kernel_pair_problem()
-    if problem and any(MIXERS[mixer].needs_fla for mixer in plan.mixers):
-        raise RunError(problem)
     checkpoint = _checkpoint(run_dir, settings.checkpoint)
     key = f"data={settings.data}"
     stream = open_tokens(config, key, Path(settings.data))
@@ -64,6 +61,7 @@ def _run(
     with state.together():
         if state.rank == 0:
             prepare_folder(folder)
+        check_kernels(config, plan)
     model, progress = _load(config, plan, checkpoint, state)
     report = Report.of(run_dir, config, settings, plan, checkpoint, progress, data, state)
     narrator.begin(report)

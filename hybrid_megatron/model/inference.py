@@ -60,7 +60,9 @@ def _of_group(group: HeadGroup, settings: InferenceConfig) -> dict:
         if settings.logit_scale == "none":
             return {}
         return {"logit_scale": settings.logit_scale, "logit_scale_value": settings.logit_scale_value}
-    return ({"dynamic_ntk": True} if settings.dynamic_ntk else {}) | ({} if settings.rope_window is None else {"window": settings.rope_window})
+    return ({"dynamic_ntk": True} if settings.dynamic_ntk else {}) | (
+        {} if settings.rope_window is None else {"window": settings.rope_window}
+    )
 
 
 def _problems(settings: InferenceConfig):
