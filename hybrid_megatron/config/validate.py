@@ -121,13 +121,17 @@ def tensor_problems(config: RunConfig) -> Iterator[str]:
 
 def _sequence(config: RunConfig) -> Iterator[str]:
     parallel, context = config.parallel, config.train.context
-    if parallel.sequence and parallel.tensor == 1:
-        yield "parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1; leave it out or raise parallel.tensor"
+    yield from sequence_alone(parallel)
     if parallel.sequence and context % (parallel.context * parallel.tensor):
         yield (
             f"parallel.sequence=true: train.context={context} must be a multiple of parallel.context * parallel.tensor = "
             f"{parallel.context * parallel.tensor}; change one of them"
         )
+
+
+def sequence_alone(parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.sequence and parallel.tensor == 1:
+        yield "parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1; leave it out or raise parallel.tensor"
 
 
 def _context(config: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from hybrid_megatron.config.validate import (
     not_among,
     not_positive,
     pipeline_problems,
+    sequence_alone,
     tensor_problems,
     world_problem,
 )
@@ -23,7 +24,7 @@ def validate_evaluation(settings: EvaluationConfig, config: RunConfig, world_siz
 
     `config` is the run's, with the evaluation's layout, precision and lengths put in (evaluation/evaluate.py).
     """
-    basic = [*_basic(settings)]
+    basic = list(_basic(settings))
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
     problems = [*_lengths(settings), *tensor_problems(config), *pipeline_problems(config)]
@@ -53,8 +54,7 @@ def _basic(settings: EvaluationConfig) -> Iterator[str]:
 
 def _lengths(settings: EvaluationConfig) -> Iterator[str]:
     parallel = settings.parallel
-    if parallel.sequence and parallel.tensor == 1:
-        yield "parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1; leave it out or raise parallel.tensor"
+    yield from sequence_alone(parallel)
     if parallel.context > 1 and (odd := [length for length in settings.lengths if length % (2 * parallel.context)]):
         yield (
             f"parallel.context={parallel.context}: each rank takes two chunks, so every length must be a multiple of "
