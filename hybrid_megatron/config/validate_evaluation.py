@@ -22,7 +22,7 @@ from hybrid_megatron.model.pattern import LayerPlan, plan_layers
 def validate_evaluation(settings: EvaluationConfig, config: RunConfig, world_size: int) -> LayerPlan:
     """The plan of the model as it is evaluated. Raises ConfigError naming every rule that `settings` break on `world_size` processes.
 
-    `config` is the run's, with the evaluation's layout, precision and lengths put in (evaluation/evaluate.py).
+    `config` is the run's, with the evaluation's layout and precision put in (evaluation/evaluate.py).
     """
     basic = list(_basic(settings))
     if basic:  # the rules below compute with these values
