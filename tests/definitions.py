@@ -1,8 +1,12 @@
 """The mixers by their formulas, written from the mathematics alone and slow on purpose: what the tests compare with.
 
 Nothing here imports the code under test. Row vectors, per head; `S` is [d_k, d_v]; log gates g <= 0. Everything works in the dtype and
-on the device of its arguments, and is differentiable.
+on the device of its arguments, and is differentiable. Recurrences and kernels first, then each mixer between its projections, then the
+assembly of a layer from its groups of heads.
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,6 +67,11 @@ def _with_transitions(q, k, v, transition, scale, initial_state, starts) -> tupl
         state = transition(t) @ state + k[:, t, :, :, None] @ v[:, t, :, None, :]
         outputs.append(scale * (q[:, t, :, None, :] @ state).squeeze(-2))
     return torch.stack(outputs, 1), state
+
+
+def lightning_log_decay(heads: int) -> Tensor:
+    """ln gamma_h = -2^(-8h/H) for h = 1 .. H, in float64."""
+    return torch.tensor([-(2 ** (-8 * h / heads)) for h in range(1, heads + 1)], dtype=torch.float64)
 
 
 def transition_product(k: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -156,33 +165,172 @@ def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, allow_neg_ei
     return g, torch.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
 
 
-def gdn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm: Tensor,
-    norm_eps: float,
-    allow_neg_eigval: bool,
-    starts: Tensor | None,
-) -> Tensor:
-    """Gated DeltaNet between its projections: q, k, v, z [b, s, n, d] and a, b [b, s, n] to [b, s, n, d]."""
-    q, k, v = silu(q), silu(k), silu(v)
-    g, beta = gdn_gates(a, b, A_log, dt_bias, allow_neg_eigval)
-    mixed, _ = gated_delta_rule(unit(q), unit(k), v, g, beta, q.shape[-1] ** -0.5, starts=starts)
-    return rms_norm(mixed, norm, norm_eps) * silu(z)
+def gla_gates(low: Tensor, up: Tensor, bias: Tensor, temperature: float) -> Tensor:
+    """g = logsigmoid(W_2 W_1 x + b) / temperature for low = W_1 x [b, s, rank], W_2 [n d, rank]; flat over heads and channels."""
+    return -torch.log(1 + torch.exp(-(low @ up.T + bias))) / temperature
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, base: float | None, starts: Tensor | None) -> Tensor:
-    """Softmax attention between its projections; `base` is RoPE's, None carries no position."""
-    if base is not None:
-        q, k = rope(q, base), rope(k, base)
-    return causal_attention(q, k, v, q.shape[-1] ** -0.5, starts)
+@dataclass(frozen=True)
+class Group:
+    """Heads of one mixer in a layer, and what they are computed with."""
+
+    mixer: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_base: float | None
+    """None carries no position."""
+    qk_norm: bool
+    output_gate: str
+    """none, silu or sigmoid."""
+    short_conv: int = 0
+    window: int | None = None
+    gate_rank: int = 0
+    gate_temperature: float | None = None
+    allow_neg_eigval: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Query heads of a unit, which is one key-value head with them."""
+        return self.heads // self.kv_heads
+
+    def unit_rows(self) -> list[tuple[str, int]]:
+        """Rows of the input projection for one unit, in order."""
+        rows = [("q", self.queries * self.head_dim), ("k", self.head_dim), ("v", self.head_dim)]
+        rows += [("z", self.queries * self.head_dim)] if self.output_gate != "none" else []
+        return rows + ([("a", self.queries), ("b", self.queries)] if self.mixer == "gdn" else [])
+
+
+Parts = dict[str, Tensor]
+"""What a group's projections give: q, z [b, s, n, d]; k, v [b, s, n_kv, d]; a, b [b, s, n]; low [b, s, gate_rank]; those it has."""
+
+
+def attention(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """Softmax attention over all earlier tokens: [b, s, n, d]. `own` holds the group's parameters."""
+    q, k = positioned(normalised(x["q"], own, "q_norm", group), group), positioned(normalised(x["k"], own, "k_norm", group), group)
+    return gated(causal_attention(q, k, x["v"], group.head_dim**-0.5, starts), x, group)
+
+
+def swa(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """Softmax attention over the last `window` tokens."""
+    q, k = positioned(normalised(x["q"], own, "q_norm", group), group), positioned(normalised(x["k"], own, "k_norm", group), group)
+    return gated(windowed_attention(q, k, x["v"], group.window, group.head_dim**-0.5, starts), x, group)
+
+
+def gla(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """Gated linear attention."""
+    q, k, v = linear_inputs(x, own, group, starts)
+    mixed, _ = gated_linear_attention(q, k, v, log_gates(x, own, group), group.head_dim**-0.5, starts=starts)
+    return gated(rms_norm(mixed, own["out_norm"], group.norm_eps), x, group)
+
+
+def lightning(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """Lightning attention: linear attention under a decay of each head's own."""
+    q, k, v = linear_inputs(x, own, group, starts)
+    mixed, _ = fixed_decay(q, k, v, lightning_log_decay(group.heads).to(q), group.head_dim**-0.5, starts=starts)
+    return gated(rms_norm(mixed, own["out_norm"], group.norm_eps), x, group)
+
+
+def gdn(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """Gated DeltaNet: SiLU on q, k and v with or without a convolution before it, and q and k of length 1."""
+    q, k, v = linear_inputs(x, own, group, starts)
+    g, beta = gdn_gates(x["a"], x["b"], own["A_log"], own["dt_bias"], group.allow_neg_eigval)
+    mixed, _ = gated_delta_rule(unit(q), unit(k), v, g, beta, group.head_dim**-0.5, starts=starts)
+    return gated(rms_norm(mixed, own["out_norm"], group.norm_eps), x, group)
+
+
+MIXERS = {"attention": attention, "swa": swa, "gla": gla, "lightning": lightning, "gdn": gdn}
+
+
+def linear_inputs(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [b, s, n, d] as a linear mixer's recurrence takes them, each query head with a copy of its key and value."""
+    found = {}
+    for name in ("q", "k", "v"):
+        part = x[name]
+        if group.short_conv:
+            part = short_convolution(part.flatten(2), own[f"conv_{name}"], starts).view_as(part)
+        if group.short_conv or group.mixer == "gdn":
+            part = silu(part)
+        if name != "v":
+            part = positioned(normalised(part, own, f"{name}_norm", group), group)
+        if name != "q":
+            part = torch.stack([part[:, :, head // group.queries] for head in range(group.heads)], 2)
+        found[name] = part
+    return found["q"], found["k"], found["v"]
+
+
+def normalised(x: Tensor, own: dict[str, Tensor], name: str, group: Group) -> Tensor:
+    return rms_norm(x, own[name], group.norm_eps) if group.qk_norm else x
+
+
+def positioned(x: Tensor, group: Group) -> Tensor:
+    return x if group.rope_base is None else rope(x, group.rope_base)
+
+
+def gated(o: Tensor, x: Parts, group: Group) -> Tensor:
+    """o [b, s, n, d], times the output gate."""
+    return o if group.output_gate == "none" else o * {"silu": silu, "sigmoid": torch.sigmoid}[group.output_gate](x["z"])
+
+
+def log_gates(x: Parts, own: dict[str, Tensor], group: Group) -> Tensor:
+    """What a group's states decay by at each token: gla [b, s, n, d], gdn and lightning [b, s, n]."""
+    if group.mixer == "gla":
+        return gla_gates(x["low"], own["gate_up"], own["gate_bias"], group.gate_temperature).view(*x["q"].shape)
+    if group.mixer == "gdn":
+        return gdn_gates(x["a"], x["b"], own["A_log"], own["dt_bias"], False)[0]
+    return lightning_log_decay(group.heads).to(x["q"]).expand(x["q"].shape[:3])
+
+
+def mixing_layer(weights: dict[str, Tensor], hidden: Tensor, groups: list[Group], starts: Tensor | None = None) -> Tensor:
+    """A whole layer, hidden [b, s, h] to [b, s, h], layer-wise (one group) or head-wise; `weights` by their names in the layer."""
+    projected = layer_parts(weights, hidden, groups)
+    heads = [MIXERS[group.mixer](projected[i], own_weights(weights, i), group, starts) for i, group in enumerate(groups)]
+    output, column = torch.zeros_like(hidden), 0
+    for i, place in units_in_order(groups):
+        queries = groups[i].queries
+        mixed = heads[i][:, :, place * queries : (place + 1) * queries].flatten(2)
+        output = output + mixed @ weights["out_proj.weight"][:, column : column + mixed.shape[-1]].T
+        column += mixed.shape[-1]
+    assert column == weights["out_proj.weight"].shape[1]
+    return output
+
+
+def layer_parts(weights: dict[str, Tensor], hidden: Tensor, groups: list[Group]) -> list[Parts]:
+    """Each group's projected rows."""
+    rows: list[dict[str, list[Tensor]]] = [{name: [] for name, _ in group.unit_rows()} for group in groups]
+    row = 0
+    for i, _ in units_in_order(groups):
+        for name, width in groups[i].unit_rows():
+            rows[i][name].append(weights["in_proj.weight"][row : row + width])
+            row += width
+    assert row == weights["in_proj.weight"].shape[0]
+    found, shared_row = [], 0
+    for group, own_rows in zip(groups, rows):
+        x = {name: hidden @ torch.cat(pieces).T for name, pieces in own_rows.items()}
+        x = {name: part if name in ("a", "b") else part.unflatten(-1, (-1, group.head_dim)) for name, part in x.items()}
+        if group.mixer == "gla":
+            x["low"] = hidden @ weights["shared_proj.weight"][shared_row : shared_row + group.gate_rank].T
+            shared_row += group.gate_rank
+        found.append(x)
+    assert shared_row == (weights["shared_proj.weight"].shape[0] if "shared_proj.weight" in weights else 0)
+    return found
+
+
+def units_in_order(groups: list[Group]) -> list[tuple[int, int]]:
+    """(group, unit of that group) in the order of rows and columns: layer unit by layer unit, in each one group by group."""
+    layer_units = math.gcd(*(group.kv_heads for group in groups))
+    order = []
+    for layer_unit in range(layer_units):
+        for i, group in enumerate(groups):
+            each = group.kv_heads // layer_units
+            order += [(i, layer_unit * each + j) for j in range(each)]
+    return order
+
+
+def own_weights(weights: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    """Parameters of group i."""
+    return {name.removeprefix(f"mixers.{i}."): w for name, w in weights.items() if name.startswith(f"mixers.{i}.")}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

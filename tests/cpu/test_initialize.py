@@ -11,6 +11,7 @@ from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
 from tests.cpu import op_cells
 from tests.cpu.cells import assemble
+from tests.cpu.test_optimizer import groups
 from tests.cpu.tiny import tiny_config, tiny_words
 
 # Large enough for statistics, small enough for a second: 64 heads of 4, so 128 gates in two layers.
@@ -72,6 +73,83 @@ def test_time_steps_are_log_uniform_between_a_thousandth_and_a_tenth(wide):
     assert float(steps.min()) < -2.7 and float(steps.max()) > -1.3
 
 
+# Every kind of parameter that a mixer has.
+EVERY_MIXER = [
+    "pattern=[{mixer: gla}, {mixer: gdn}, {heads: [{mixer: lightning}, {mixer: swa}]}, {mixer: attention, position: rope}]",
+    "model.gla.short_conv=4", "model.gdn.qk_norm=true", "model.gdn.short_conv=3", "model.attention.qk_norm=true", "model.swa.qk_norm=true",
+    "model.gla.gate_rank=8", "model.swa.window=16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def every_mixer(state, tiny_data) -> dict[str, torch.Tensor]:
+    return parameters(state, tiny_data, *WIDE, *EVERY_MIXER)
+
+
+def test_gates_of_gla_begin_at_a_half(every_mixer):
+    """A bias of 0 and small matrices: the gate before its temperature is logsigmoid of nearly 0, as the paper's code begins."""
+    [bias] = [p for name, p in every_mixer.items() if name.endswith("gate_bias")]
+    assert bias.dtype == torch.float32 and torch.equal(bias, torch.zeros(64 * 4))
+    for name, shape in (("gate_up", (64 * 4, 8)), ("shared_proj.weight", (8, 256))):
+        [p] = [p for key, p in every_mixer.items() if key.endswith(name)]
+        assert p.shape == shape and abs(float(p.std()) / 0.02 - 1) <= 4 / math.sqrt(2 * p.numel()), name
+
+
+def test_decays_of_gdn_in_every_pattern(every_mixer):
+    [rates], [steps] = ([p for name, p in every_mixer.items() if name.endswith(ending)] for ending in ("A_log", "dt_bias"))
+    assert rates.dtype == steps.dtype == torch.float32 and rates.shape == steps.shape == (64,)
+    assert 0 < float(rates.exp().min()) and float(rates.exp().max()) < 16 and float(rates.exp().std()) > 3
+    steps = torch.nn.functional.softplus(steps.double()).log10()
+    assert -3 - 1e-4 <= float(steps.min()) and float(steps.max()) <= -1 + 1e-4 and float(steps.std()) > 0.4
+
+
+def test_norms_of_every_mixer_are_ones(every_mixer):
+    norms = {name: p for name, p in every_mixer.items() if "norm" in name}
+    inside = [name.split("self_attention.")[1] for name in norms if "self_attention" in name]
+    assert sorted(inside) == sorted(
+        ["mixers.0.out_norm"] + [f"mixers.0.{name}_norm" for name in ("q", "k", "out") * 2]
+        + ["mixers.1.q_norm", "mixers.1.k_norm", "mixers.0.q_norm", "mixers.0.k_norm"]
+    )  # fmt: skip
+    assert all(torch.equal(p, torch.ones_like(p)) for p in norms.values())
+
+
+def test_convolutions_begin_as_torch_draws_them(every_mixer):
+    """Uniform within 1 / sqrt(width): with a standard deviation of 0.02 q, k and v would begin near nothing."""
+    convolutions = {name: p for name, p in every_mixer.items() if ".conv_" in name}
+    assert len(convolutions) == 6
+    for name, p in convolutions.items():
+        width = 4 if ".layers.0." in name else 3
+        assert p.shape == (64 * 4, width)
+        bound = width**-0.5
+        assert float(p.abs().max()) <= bound and float(p.abs().max()) > 0.98 * bound, name
+        assert abs(float(p.std()) * math.sqrt(3) / bound - 1) <= 4 / math.sqrt(2 * p.numel()), name
+
+
+def test_gates_decays_and_norms_have_no_weight_decay(ranks, tiny_data):
+    """Nor have the matrices that make gla's gate; those that make gdn's are rows of the input projection, and have."""
+    [found] = ranks.run(1, groups, tiny_words(tiny_data, "run_dir=unused", *EVERY_MIXER))
+    seen = set()
+    for name, _, decay in found:
+        inner = name.split("self_attention.")[-1].split(".")
+        ending = inner[-1] if inner[-1] != "weight" else inner[-2]
+        free = ending in ("A_log", "dt_bias", "gate_up", "gate_bias", "shared_proj") or ending.endswith(("_norm", "layernorm"))
+        assert decay == (0.0 if free else 0.1), name
+        seen.add(ending)
+    assert seen >= {
+        "A_log",
+        "dt_bias",
+        "gate_up",
+        "gate_bias",
+        "shared_proj",
+        "q_norm",
+        "k_norm",
+        "out_norm",
+        "conv_q",
+        "conv_v",
+        "in_proj",
+    }
+
+
 def test_every_parameter_is_drawn(state, tiny_data, monkeypatch):
     """Whatever the modules put into their parameters when built is overwritten."""
     build = HybridModel.__init__
@@ -82,8 +160,9 @@ def test_every_parameter_is_drawn(state, tiny_data, monkeypatch):
             torch.nn.init.constant_(parameter, math.nan)
 
     monkeypatch.setattr(HybridModel, "__init__", poisoned)
-    for name, p in parameters(state, tiny_data).items():
-        assert p.isfinite().all(), name
+    for overrides in ([], EVERY_MIXER):
+        for name, p in parameters(state, tiny_data, *overrides).items():
+            assert p.isfinite().all(), name
 
 
 def test_no_two_parameters_are_alike(wide):
