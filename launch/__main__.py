@@ -5,6 +5,7 @@ import sys
 
 COMMANDS = {
     "train": "train a recipe, from the newest checkpoint in its run folder if there is one",
+    "evaluate": "measure loss by position and perplexity of a trained run, at its training length and beyond",
     "quickstart": "prepare a small real corpus and train recipes/quickstart.yaml on it",
 }
 

@@ -1,4 +1,5 @@
-"""Recipe -> RunConfig: fragments joined by `+`, their `bases` beneath them, overrides `a.b=c` on top.
+"""Recipe -> RunConfig: fragments joined by `+`, their `bases` beneath them, overrides `a.b=c` on top. And settings `a.b=c` alone, for
+commands that have settings of their own.
 
 A word of a recipe is either the path of a YAML file or the name of a fragment in `recipes/`, `recipes/models`, `recipes/patterns` or
 `recipes/stages`. Later words lay over earlier ones. A file may list `bases:`, names or paths that are laid beneath every word.
@@ -10,6 +11,7 @@ import difflib
 import hashlib
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -32,22 +34,33 @@ def load_recipe(words: list[str]) -> RunConfig:
     if not words:
         raise ConfigError("no recipe given: name a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k")
     recipe, overrides = words[0], words[1:]
-    layers = [(path.name, _read_yaml(path)) for path in _files_of(recipe)]
-    layers += [(f"override {word}", _read_override(word)) for word in overrides]
+    files = [(path.name, _read_yaml(path)) for path in _files_of(recipe)]
+    return _filled(RunConfig, files + _read_overrides(overrides), recipe, lambda merged: _name_the_run(merged, recipe, overrides))
 
-    problems = [problem for where, tree in layers for problem in _type_problems(tree, RunConfig, where)]
+
+def load_settings[Settings](schema: type[Settings], words: list[str]) -> Settings:
+    """Read settings as typed behind a command, e.g. ["tokens=65536", "inference.logit_scale=log"]; `schema` is a class of schema.py.
+
+    Raises ConfigError with every unknown key, wrong type and missing value.
+    """
+    return _filled(schema, _read_overrides(words), "settings")
+
+
+def _filled[Settings](schema: type[Settings], layers: list[tuple[str, dict]], called: str, name_it: Callable | None = None) -> Settings:
+    """An instance of `schema` from trees of settings, each with the words for where it comes from, later ones over earlier ones."""
+    problems = [problem for where, tree in layers for problem in _type_problems(tree, schema, where, schema)]
     if problems:
         raise ConfigError(problems)
-
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), *(tree for _, tree in layers))
-        _name_the_run(merged, recipe, overrides)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), *(tree for _, tree in layers))
+        if name_it is not None:
+            name_it(merged)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError([f"{key} is not set: it has no default; set it in a recipe file or as {key}=VALUE" for key in missing])
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{getattr(error, 'full_key', None) or recipe}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{getattr(error, 'full_key', None) or called}: {str(error).splitlines()[0]}") from None
 
 
 def save_config(config: RunConfig, path: Path) -> None:
@@ -119,6 +132,10 @@ def _read_yaml(path: Path, with_bases: bool = False) -> dict:
     return tree if with_bases else {key: value for key, value in tree.items() if key != "bases"}
 
 
+def _read_overrides(words: list[str]) -> list[tuple[str, dict]]:
+    return [(f"override {word}", _read_override(word)) for word in words]
+
+
 def _read_override(word: str) -> dict:
     key, equals, value = word.partition("=")
     if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
@@ -129,8 +146,8 @@ def _read_override(word: str) -> dict:
         raise ConfigError(f"override {word!r}: {' '.join(str(error).split())}") from None
 
 
-def _type_problems(value, expected, where: str, key: str = "") -> list[str]:
-    """Every place where `value`, plain YAML data, does not fit the type `expected`."""
+def _type_problems(value, expected, where: str, schema: type, key: str = "") -> list[str]:
+    """Every place where `value`, plain YAML data, does not fit the type `expected`; `key` is its path in `schema`."""
     said = f"{where}: {key}={value!r}"
     if isinstance(value, str) and value.startswith("${") and not dataclasses.is_dataclass(expected):
         return []  # an interpolation; its result is checked by OmegaConf
@@ -143,19 +160,19 @@ def _type_problems(value, expected, where: str, key: str = "") -> list[str]:
         for name, below in value.items():
             path = f"{key}.{name}".lstrip(".")
             if name not in _fields(expected):
-                problems.append(f"{where}: {path} is not a setting{_suggest(str(name), _fields(expected), key)}")
+                problems.append(f"{where}: {path} is not a setting{_suggest(str(name), _fields(expected), key, schema)}")
             else:
-                problems += _type_problems(below, _fields(expected)[name], where, path)
+                problems += _type_problems(below, _fields(expected)[name], where, schema, path)
         return problems
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return []
-        return _type_problems(value, next(a for a in arguments if a is not type(None)), where, key)
+        return _type_problems(value, next(a for a in arguments if a is not type(None)), where, schema, key)
     if origin is list:
         if not isinstance(value, list):
             return [f"{said}: this is a list"]
-        return [p for i, item in enumerate(value) for p in _type_problems(item, arguments[0], where, f"{key}[{i}]")]
+        return [p for i, item in enumerate(value) for p in _type_problems(item, arguments[0], where, schema, f"{key}[{i}]")]
     fits = {
         bool: isinstance(value, bool),
         int: isinstance(value, int) and not isinstance(value, bool),
@@ -175,12 +192,12 @@ def _fields(cls) -> dict[str, type]:
     return typing.get_type_hints(cls)
 
 
-def _suggest(word: str, known, section: str = "") -> str:
-    """'; did you mean X?' for the nearest known name, or for the same name in another section."""
+def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> str:
+    """'; did you mean X?' for the nearest known name, or for the same name in another section of `schema`."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     if near:
         return f"; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    elsewhere = _paths_of(word, RunConfig)
+    elsewhere = _paths_of(word, schema)
     return f"; did you mean {elsewhere[0]}?" if elsewhere else (f"; {section} has {', '.join(known)}" if section else "")
 
 

@@ -254,6 +254,34 @@ class InferenceConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """`python -m launch evaluate`: how well a trained run's checkpoint predicts held-out tokens, by position and length."""
+
+    checkpoint: Optional[str] = None
+    """Name of a checkpoint in the run folder, e.g. step_00000100; null: the newest complete one."""
+    data: Optional[str] = None
+    """Prefix of an indexed dataset of the run's own tokenizer; null: the run's data.valid."""
+    lengths: Optional[list[int]] = None
+    """Tokens a sample; null: train.context times 1, 2, 4, 8 and 16."""
+    tokens: int = 1_048_576
+    """Tokens predicted at each length, or all that the data holds; the same ones at every length that divides the longest one, since they
+    are rounded down to whole samples of that (or up, to a single one)."""
+    whole_documents: bool = False
+    """false: the data is one stream of tokens, cut into samples. true: a sample begins where a document does, and only documents that hold
+    one of the longest length are taken (books, as in PG19); shorter lengths see the beginnings of the same documents."""
+    micro_batch: int = 1
+    """Samples of the longest length that a rank computes at once; of a shorter length, as many as have as many tokens."""
+    precision: Optional[str] = None
+    """bf16 or fp32, as in train.precision; null: as trained."""
+    name: Optional[str] = None
+    """Of this evaluation and its files; null: the settings that are not as usual, e.g. plain or logit_scale=log,swla_window=4096."""
+    output: Optional[str] = None
+    """Folder for results; null: RUN_DIR/evaluation."""
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+@dataclass
 class RunConfig:
     """One recipe is one stage is one run folder."""
 

@@ -4,11 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.config.schema import ParallelConfig, RunConfig
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.mixers import MIXERS
-from hybrid_megatron.model.pattern import Layer, plan_layers
+from hybrid_megatron.model.pattern import Layer, LayerPlan, plan_layers
 from hybrid_megatron.model.unit_order import UnitOrder
+
+PRECISIONS = ("bf16", "fp32")
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -16,7 +18,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     basic = [problem for rule in (_positive, _choices) for problem in rule(config)]
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, _tensor, _sequence, _context, _pipeline, _schedule)
+    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, _schedule)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -24,22 +26,13 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
-    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
     names = ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")
     sections = [("", config), *((name, getattr(config, name)) for name in names)]
     sections += [(f"model.{mixer}", getattr(config.model, mixer)) for mixer in MIXERS]
     sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]
     sections += [(f"pattern[{i}].heads[{j}]", part) for i, entry in enumerate(config.pattern) for j, part in enumerate(entry.heads)]
     for section, values in sections:
-        for field in fields(values):
-            value = getattr(values, field.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{section}.{field.name}={value}: it must be a finite number".lstrip(".")
-            elif not value > 0 and not (field.name in may_be_zero and value == 0):
-                least = "0 or more" if field.name in may_be_zero else "more than 0"
-                yield f"{section}.{field.name}={value}: it must be {least}".lstrip(".")
+        yield from not_positive(section, values)
     if config.seed >= 2**32:
         yield f"seed={config.seed}: it must be less than 2^32"
     for name in ("beta1", "beta2"):
@@ -47,25 +40,55 @@ def _positive(config: RunConfig) -> Iterator[str]:
             yield f"optimizer.{name}={getattr(config.optimizer, name)}: it must be less than 1"
 
 
+def not_positive(section: str, values) -> Iterator[str]:
+    """The numbers of one section that are not above 0, or 0 where that has a meaning."""
+    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{section}.{field.name}={value}: it must be a finite number".lstrip(".")
+        elif not value > 0 and not (field.name in may_be_zero and value == 0):
+            least = "0 or more" if field.name in may_be_zero else "more than 0"
+            yield f"{section}.{field.name}={value}: it must be {least}".lstrip(".")
+
+
 def _choices(config: RunConfig) -> Iterator[str]:
-    for key, value, allowed in (
-        ("train.precision", config.train.precision, ("bf16", "fp32")),
-        ("parallel.context_attention", config.parallel.context_attention, ("gather", "all_to_all")),
-        ("parallel.context_linear", config.parallel.context_linear, ("states", "all_to_all")),
+    yield from not_among(
+        ("train.precision", config.train.precision, PRECISIONS),
         ("train.recompute", config.train.recompute, ("none", "selective", "full")),
+        *exchanges(config.parallel),
         ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "disabled")),
-    ):
+    )
+
+
+def exchanges(parallel: ParallelConfig) -> list[tuple[str, str, tuple[str, ...]]]:
+    """How context ranks exchange tokens, as `not_among` takes it."""
+    return [
+        ("parallel.context_attention", parallel.context_attention, ("gather", "all_to_all")),
+        ("parallel.context_linear", parallel.context_linear, ("states", "all_to_all")),
+    ]
+
+
+def not_among(*settings: tuple[str, str, tuple[str, ...]]) -> Iterator[str]:
+    """Of (key, value, allowed values) those whose value is not allowed."""
+    for key, value, allowed in settings:
         if value not in allowed:
             yield f"{key}={value}: it must be one of {', '.join(allowed)}"
 
 
 def _layers(config: RunConfig) -> Iterator[str]:
-    """The pattern, what each mixer says of its heads, and the tensor size against each layer's units."""
     try:
         plan = plan_layers(config)
     except ConfigError as error:
         yield from error.problems
         return
+    yield from layer_problems(config, plan)
+
+
+def layer_problems(config: RunConfig, plan: LayerPlan) -> Iterator[str]:
+    """What each mixer says of its heads, and the tensor size against each layer's units."""
     parallel, context = config.parallel, config.train.context
     found: dict[Layer, None] = {}  # one layer of each kind
     for layer in plan:
@@ -88,7 +111,7 @@ def _layers(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _tensor(config: RunConfig) -> Iterator[str]:
+def tensor_problems(config: RunConfig) -> Iterator[str]:
     tensor = config.parallel.tensor
     for key in ("ffn_size", "vocab_size"):
         value = getattr(config.model, key)
@@ -98,13 +121,17 @@ def _tensor(config: RunConfig) -> Iterator[str]:
 
 def _sequence(config: RunConfig) -> Iterator[str]:
     parallel, context = config.parallel, config.train.context
-    if parallel.sequence and parallel.tensor == 1:
-        yield "parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1; leave it out or raise parallel.tensor"
+    yield from sequence_alone(parallel)
     if parallel.sequence and context % (parallel.context * parallel.tensor):
         yield (
             f"parallel.sequence=true: train.context={context} must be a multiple of parallel.context * parallel.tensor = "
             f"{parallel.context * parallel.tensor}; change one of them"
         )
+
+
+def sequence_alone(parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.sequence and parallel.tensor == 1:
+        yield "parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1; leave it out or raise parallel.tensor"
 
 
 def _context(config: RunConfig) -> Iterator[str]:
@@ -113,7 +140,7 @@ def _context(config: RunConfig) -> Iterator[str]:
         yield f"parallel.context={size}: each rank takes two chunks, so train.context={context} must be a multiple of {2 * size}"
 
 
-def _pipeline(config: RunConfig) -> Iterator[str]:
+def pipeline_problems(config: RunConfig) -> Iterator[str]:
     stages, chunks, layers = config.parallel.pipeline, config.parallel.virtual_pipeline, config.model.num_layers
     if layers % stages:
         yield f"parallel.pipeline={stages}: it must divide model.num_layers={layers}; use one of {_divisors(layers)}"
@@ -145,18 +172,13 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     parallel, train = config.parallel, config.train
-    model_ranks = parallel.tensor * parallel.context * parallel.pipeline
-    if world_size % model_ranks:
-        yield (
-            f"parallel: tensor * context * pipeline = {parallel.tensor} * {parallel.context} * {parallel.pipeline} = {model_ranks} "
-            f"must divide the {world_size} process{'es' if world_size > 1 else ''} of this run; start a multiple of {model_ranks} with "
-            f"torchrun --nproc-per-node, or lower one of them"
-        )
+    if problem := world_problem(parallel, world_size):
+        yield problem
         return
     if train.batch_tokens % train.context:
         yield f"train.batch_tokens={train.batch_tokens}: it must be a multiple of train.context={train.context}"
         return
-    data = world_size // model_ranks
+    data = world_size // (parallel.tensor * parallel.context * parallel.pipeline)
     if config.batch_samples % (train.micro_batch * data):
         yield (
             f"train.batch_tokens={train.batch_tokens}: it holds {config.batch_samples} samples of {train.context}, which must be a "
@@ -171,3 +193,15 @@ def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
             f"of {train.context * train.micro_batch * data * parallel.pipeline}, lower train.micro_batch={train.micro_batch}, "
             "or leave out virtual_pipeline"
         )
+
+
+def world_problem(parallel: ParallelConfig, world_size: int) -> str | None:
+    """What is wrong with the layout on `world_size` processes, if anything is."""
+    model_ranks = parallel.tensor * parallel.context * parallel.pipeline
+    if world_size % model_ranks == 0:
+        return None
+    return (
+        f"parallel: tensor * context * pipeline = {parallel.tensor} * {parallel.context} * {parallel.pipeline} = {model_ranks} "
+        f"must divide the {world_size} process{'es' if world_size > 1 else ''} of this run; start a multiple of {model_ranks} with "
+        f"torchrun --nproc-per-node, or lower one of them"
+    )

@@ -41,7 +41,7 @@ class Dataset:
 def open_dataset(config: RunConfig, split: str) -> Dataset:
     """Open `data.train` or `data.valid` for training. Raises DataError: missing or damaged files, another tokenizer, no index maps."""
     prefix = _prefix(config, split)
-    fingerprint = _check_files(config, split, prefix)
+    fingerprint = _check_files(config, f"data.{split}={prefix}", prefix)
     cache = _cache_dir(config, prefix)
     # defer_npy_index_mmap makes no maps and reads none yet, but knows their names and the number of samples
     named = _gpt_dataset(config, prefix, fingerprint, cache, deferred=True)
@@ -61,6 +61,27 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
     return Dataset(prefix, named, fingerprint)
 
 
+@dataclass(frozen=True)
+class TokenStream:
+    """The tokens of an indexed dataset, one document after the other, as they lie in its file."""
+
+    prefix: Path
+    tokens: np.ndarray
+    borders: np.ndarray
+    """int64 [documents + 1]: where each document begins, and the number of tokens."""
+    fingerprint: str
+
+
+def open_tokens(config: RunConfig, key: str, prefix: Path) -> TokenStream:
+    """Open a dataset without index maps, to be read in its own order. Raises DataError in sentences that begin with `key`."""
+    fingerprint = _check_files(config, key, prefix)
+    indexed = IndexedDataset(str(prefix), mmap=True)
+    ends = np.concatenate(([0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)))
+    borders = ends[indexed.document_indices]
+    tokens = np.memmap(f"{prefix}.bin", indexed.index.dtype, mode="r") if borders[-1] else np.zeros(0, indexed.index.dtype)
+    return TokenStream(prefix, tokens, borders, fingerprint)
+
+
 def build_index_caches(config: RunConfig) -> list[Path]:
     """Make the index maps of a recipe's datasets where they are missing; returns the cache folders. For data_prep, one process."""
     folders = []
@@ -68,7 +89,7 @@ def build_index_caches(config: RunConfig) -> list[Path]:
         if split == "valid" and config.data.valid is None:
             continue
         prefix = _prefix(config, split)
-        fingerprint = _check_files(config, split, prefix)
+        fingerprint = _check_files(config, f"data.{split}={prefix}", prefix)
         cache = _cache_dir(config, prefix)
         try:
             named = _gpt_dataset(config, prefix, fingerprint, cache, deferred=True)
@@ -136,9 +157,8 @@ class _NoTokenizer:
     unique_identifiers = {"class": "none"}
 
 
-def _check_files(config: RunConfig, split: str, prefix: Path) -> str:
-    """Refuse what would fail or mislead later; returns the fingerprint of the tokens."""
-    key = f"data.{split}={prefix}"
+def _check_files(config: RunConfig, key: str, prefix: Path) -> str:
+    """Refuse what would fail or mislead later, in sentences that begin with `key`; returns the fingerprint of the tokens."""
     for suffix in (".bin", ".idx"):
         if not prefix.with_name(prefix.name + suffix).is_file():
             raise DataError(

@@ -8,6 +8,7 @@ They need no other checkpoint, since none of them has parameters. Each acts on t
     swla_window     gla, gdn, lightning           the recurrence sees a window only, in strides (ops/swla.py)
 """
 
+import math
 from dataclasses import replace
 
 from hybrid_megatron.config.schema import InferenceConfig
@@ -39,7 +40,9 @@ def with_inference(plan: LayerPlan, settings: InferenceConfig, trained_context: 
     for name, (wanted, heads) in asked.items():
         if wanted and name not in used:
             key = "rope_window" if name == "window" else name
-            problems.append(f"inference.{key}={getattr(settings, key)}: it acts on {heads}, and this model has none of it; leave it out")
+            value = getattr(settings, key)
+            said = str(value).lower() if isinstance(value, bool) else value
+            problems.append(f"inference.{key}={said}: it acts on {heads}, and this model has none of it; leave it out")
     if problems:
         raise ConfigError(problems)
     return LayerPlan(layers)
@@ -57,16 +60,18 @@ def _of_group(group: HeadGroup, settings: InferenceConfig) -> dict:
         if settings.logit_scale == "none":
             return {}
         return {"logit_scale": settings.logit_scale, "logit_scale_value": settings.logit_scale_value}
-    return ({"dynamic_ntk": True} if settings.dynamic_ntk else {}) | ({"window": settings.rope_window} if settings.rope_window else {})
+    return ({"dynamic_ntk": True} if settings.dynamic_ntk else {}) | (
+        {} if settings.rope_window is None else {"window": settings.rope_window}
+    )
 
 
 def _problems(settings: InferenceConfig):
     kind, value = settings.logit_scale, settings.logit_scale_value
     if kind not in LOGIT_SCALES:
         yield f"inference.logit_scale={kind}: it must be one of {', '.join(LOGIT_SCALES)}"
-    elif kind == "hype" and (value is None or value <= 1):
+    elif kind == "hype" and (value is None or not 1 < value < math.inf):
         yield f"inference.logit_scale_value={value}: with logit_scale=hype it is the base a and must be more than 1, e.g. 300"
-    elif kind == "constant" and (value is None or value <= 0):
+    elif kind == "constant" and (value is None or not 0 < value < math.inf):
         yield f"inference.logit_scale_value={value}: with logit_scale=constant it is the factor and must be more than 0, e.g. 1.5"
     elif kind in ("none", "log") and value is not None:
         yield f"inference.logit_scale_value={value}: logit_scale={kind} takes no value; leave it out"

@@ -15,6 +15,13 @@ def reference_loss(
     config: RunConfig, weights: dict[str, Tensor], tokens: Tensor, targets: Tensor, document_starts: Tensor | None = None
 ) -> Tensor:
     """Mean cross entropy of tokens [b, s] in nats; differentiable in `weights`."""
+    return reference_losses(config, weights, tokens, targets, document_starts).mean()
+
+
+def reference_losses(
+    config: RunConfig, weights: dict[str, Tensor], tokens: Tensor, targets: Tensor, document_starts: Tensor | None = None
+) -> Tensor:
+    """[b, s] cross entropy of each token in nats."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + config.model.norm_eps).sqrt() * weight
@@ -28,4 +35,4 @@ def reference_loss(
         gate, up = (norm(x, weights[here + "pre_mlp_layernorm.weight"]) @ weights[here + "mlp.linear_fc1.weight"].T).chunk(2, -1)
         x = x + (gate * torch.sigmoid(gate) * up) @ weights[here + "mlp.linear_fc2.weight"].T
     logits = norm(x, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(tokens.shape)
