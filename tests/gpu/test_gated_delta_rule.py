@@ -55,16 +55,21 @@ def draw(case: Case) -> tuple[list[Tensor], Tensor | None]:
     return [x if x is None else x.cuda() for x in (*lower, g, beta, state)], starts
 
 
-def check(case: Case, bound: float | None = None) -> None:
+def check(case: Case, bound: float | None = None, said: str = "") -> None:
+    """`said` describes what is particular about the case, in the table of errors."""
     inputs, starts = draw(case)
-    label = ", ".join(f"{name} {getattr(case, name)}" for name, default in Case._field_defaults.items() if getattr(case, name) != default)
-    label = f"{case.batch} x {case.length} x {case.heads}, widths {case.width_k} and {case.width_v}" + (label and f", {label}")
-    bound = bound or BOUND[case.dtype]
-    kernel_check.check(label, bound, GatedDeltaRule(), definitions.gated_delta_rule, inputs[:5], inputs[5], starts)
+    words = [f"{case.batch} x {case.length} x {case.heads}", f"width {case.width_k}"]
+    words += [f"values {case.width_v}"] if case.width_v != case.width_k else []
+    words += ["float32"] if case.dtype == torch.float32 else []
+    words += ["initial state" if case.initial_state else "no initial state"]
+    words += [said] if said else []
+    kernel_check.check(
+        ", ".join(words), bound or BOUND[case.dtype], GatedDeltaRule(), definitions.gated_delta_rule, inputs[:5], inputs[5], starts
+    )
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("length", [1, 63, 64, 300])
+@pytest.mark.parametrize("length", [1, 63, 65, 1000])
 def test_output_state_and_gradients(width, length):
     """The shapes of a training: bf16, no state handed in; lengths that end within a chunk of 64."""
     check(Case(2, length, 12, width, width))
@@ -82,11 +87,11 @@ STARTS = ((0, 1, 2, 70, 199), (50, 64, 128))  # one row begins with a document, 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_document_starts(width, initial_state):
     """Only the second row's first document sees the initial state; its gradient is zero for the first row."""
-    check(Case(2, 200, 12, width, width, initial_state=initial_state, starts=STARTS))
+    check(Case(2, 200, 12, width, width, initial_state=initial_state, starts=STARTS), said="documents")
 
 
 def test_a_row_without_starts_passes_its_state_through():
-    check(Case(2, 130, 12, 64, 64, initial_state=True, starts=((), (0,))))
+    check(Case(2, 130, 12, 64, 64, initial_state=True, starts=((), (0,))), said="a row without starts")
 
 
 def test_initial_state_of_a_cut_row_has_no_gradient():
@@ -100,7 +105,7 @@ def test_initial_state_of_a_cut_row_has_no_gradient():
 @pytest.mark.parametrize("starts", [None, ((0, 77), (10, 11))])
 def test_wider_values_than_keys(starts):
     """K 128, V 256: what context parallelism computes a chunk's summary with."""
-    check(Case(2, 160, 4, 128, 256, initial_state=True, starts=starts))
+    check(Case(2, 160, 4, 128, 256, initial_state=True, starts=starts), said="documents" if starts else "")
 
 
 def test_state_summary_is_update_and_transition():
@@ -125,22 +130,33 @@ def test_state_summary_is_update_and_transition():
     assert relative_error(summary[..., 128:], transition) <= 1e-2
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_many_short_documents(width):
+    """Five tokens each on average, some one alone, about one of 150; the first row begins amid a document, the second with one."""
+    begins = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0)) < 0.2
+    begins[:, 300:450] = False
+    begins[0, 0], begins[1, 0] = False, True
+    starts = tuple(tuple(row.nonzero()[:, 0].tolist()) for row in begins)
+    check(Case(2, 1000, 12, width, width, initial_state=True, starts=starts), said="many short documents")
+
+
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("gate", [0.0, 0.01, 30.0])
-def test_gates_that_keep_all_and_gates_that_keep_nothing(gate):
+def test_gates_that_keep_all_and_gates_that_keep_nothing(width, gate):
     """With g = 0 nothing decays and the state is a sum over all tokens: errors of many updates add up, bound twice that of one."""
-    check(Case(2, 200, 12, 128, 128, initial_state=True, gate=gate), bound=2e-2 if gate < 1 else None)
+    check(Case(2, 200, 12, width, width, initial_state=True, gate=gate), 2e-2 if gate < 1 else None, f"log gates times {gate:g}")
 
 
 def test_beta_up_to_two():
     """Transitions with negative eigenvalues."""
-    check(Case(2, 200, 12, 128, 128, initial_state=True, most_beta=2.0), bound=2e-2)
+    check(Case(2, 200, 12, 128, 128, initial_state=True, most_beta=2.0), 2e-2, "beta up to 2")
 
 
 @pytest.mark.parametrize("starts", [None, STARTS])
 def test_float32(starts):
-    check(Case(2, 200, 4, 64, 64, dtype=torch.float32, initial_state=True, starts=starts))
+    check(Case(2, 200, 4, 64, 64, dtype=torch.float32, initial_state=True, starts=starts), said="documents" if starts else "")
 
 
 def test_long_sample():
     """4,096 tokens at the heads and width of a training."""
-    check(Case(1, 4096, 2, 128, 128, gate=0.05))
+    check(Case(1, 4096, 2, 128, 128, gate=0.05), said="log gates times 0.05")
