@@ -163,6 +163,8 @@ class DataConfig:
     """Name, or path of the file, of the tokenizer that must have made the datasets; null accepts any that fits `model.vocab_size`."""
     cache_dir: Optional[str] = None
     """Folder of the index maps made by `data_prep build-cache`; null means a folder `cache` beside each dataset."""
+    repeat: bool = True
+    """Whether a token budget beyond the training data goes through it again; false: such a budget is refused."""
     document_mask: bool = False
     """Keep attention and states from crossing the border between two documents of one sample."""
 
@@ -182,10 +184,35 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate over tokens: linear warm-up, then a cosine to `min_lr` at the end of the token budget."""
+    """Learning rate and batch over tokens: linear warm-up to `optimizer.peak_lr`, then `shape`."""
 
     warmup_tokens: int = MISSING
+    shape: str = "cosine"
+    """cosine or linear: down to `min_lr` at the end of the token budget. constant: stays at the peak. wsd (warm-up, stable, decay): stays at the
+    peak, and falls linearly to `min_lr` over the last `decay_tokens`."""
+    decay_tokens: Optional[int] = None
+    """wsd: tokens of its last, falling part."""
     min_lr: float = 0.0
+    start_batch_tokens: Optional[int] = None
+    """Tokens of the first steps, where the batch grows to `train.batch_tokens`; null: it is that from the first step on."""
+    batch_warmup_tokens: int = 0
+    """Tokens over which the batch grows."""
+
+
+@dataclass
+class LongCEConfig:
+    """LongCE (Fang et al., 2025, arXiv 2410.23771): tokens that profit from long context weigh more in the loss.
+
+    A token's weight is min(exp(short loss - loss), gamma), its short loss being that of a context of `window` to `window + stride` tokens.
+    """
+
+    enabled: bool = False
+    window: int = 4096
+    """Tokens of short context, at least (K in the paper). The first `window` tokens of a sample weigh 1."""
+    stride: int = 1024
+    """Tokens scored by each short context."""
+    gamma: float = 5.0
+    """Largest weight."""
 
 
 @dataclass
@@ -301,6 +328,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    longce: LongCEConfig = field(default_factory=LongCEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
