@@ -1,9 +1,9 @@
-"""Models of all mixers on the GPU against the CPU: loss and gradients of one step, layer-wise and head-wise, every option, with and without
-documents.
+"""Models of all mixers on the GPU against the CPU: loss and gradients of one step, layer-wise and head-wise, with every option, with documents
+and without.
 
-What rounding may do was measured on the CPU. Rounding what goes into and comes out of the recurrences to TF32, as Triton multiplies float32,
-moves the loss by 5e-6 and a parameter's gradient by 5e-3 (each, of the first token's outputs, by the sign of a product near zero); a step in
-bf16 moves them by 9e-5 and 0.13. Four times that is the bound, since kernels round inside too.
+What rounding may do was measured on the CPU. Rounding what goes into and comes out of the recurrences to TF32, as Triton multiplies
+float32, moves the loss by 5e-6 and a parameter's gradient by 5e-3 (the most at first tokens, whose normalised outputs turn with the sign of
+a product near zero); a step in bf16 moves them by 9e-5 and 0.13. Four times that is the bound, since kernels round inside too.
 """
 
 import json
