@@ -1,5 +1,4 @@
-"""Models of all mixers on the GPU against the CPU: loss and gradients of one step, layer-wise and head-wise, with every option, with documents
-and without.
+"""Models of all mixers on the GPU against the CPU: loss and gradients of one step, layer-wise and head-wise, every option, documents.
 
 What rounding may do was measured on the CPU. Rounding what goes into and comes out of the recurrences to TF32, as Triton multiplies
 float32, moves the loss by 5e-6 and a parameter's gradient by 5e-3 (the most at first tokens, whose normalised outputs turn with the sign of
