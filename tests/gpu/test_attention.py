@@ -255,7 +255,7 @@ def test_slices_between_rows_of_other_mixers(dtype, window):
         )
 
     def exact(rows: Tensor) -> Tensor:
-        return definitions.windowed_attention(*sliced(rows), 0.125, window or 200)
+        return definitions.windowed_attention(*sliced(rows), window or 200, 0.125)
 
     results = []
     for form, leaf in ((fast, rows.detach().requires_grad_()), (exact, rows.detach().double().requires_grad_())):
