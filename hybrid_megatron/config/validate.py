@@ -102,13 +102,14 @@ def layer_problems(config: RunConfig, plan: LayerPlan) -> Iterator[str]:
     yield from problems
     if problems:
         return
-    for layer in found:
-        sizes = UnitOrder(config.model, layer.groups).possible_tensor_sizes()
-        if parallel.tensor not in sizes:
-            yield (
-                f"parallel.tensor={parallel.tensor}: layers of {layer} have {sizes[-1]} units of heads that may not be cut, and tensor "
-                f"must divide them; use one of {', '.join(map(str, sizes))}"
-            )
+    units = {str(layer): UnitOrder(config.model, layer.groups).units for layer in found}
+    if any(count % parallel.tensor for count in units.values()):
+        said = ", ".join(f"{count} in layers of {layer}" for layer, count in units.items())
+        sizes = [size for size in range(1, min(units.values()) + 1) if all(count % size == 0 for count in units.values())]
+        yield (
+            f"parallel.tensor={parallel.tensor}: it must divide the units of heads that may not be cut, {said}; "
+            f"use one of {', '.join(map(str, sizes))}"
+        )
 
 
 def tensor_problems(config: RunConfig) -> Iterator[str]:

@@ -52,7 +52,9 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
 def _shards(chunks, state) -> list[tuple]:
     tree = [chunk.sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp)) for chunk in chunks]
     apply_factories(tree)
-    return [(t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().cpu().clone().numpy()) for t in sharded_tensors(tree)]
+    return [
+        (t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach().float().cpu().clone().numpy()) for t in sharded_tensors(tree)
+    ]
 
 
 def assemble(shards_of_ranks: list[list[tuple]]) -> dict[str, torch.Tensor]:

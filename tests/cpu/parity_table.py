@@ -16,14 +16,14 @@ class ParityTable:
         """Largest difference of the loss (nats a token) and of a parameter's gradient (relative), of `model` under `layout` in `case`."""
         self.cells[model, layout, case] = loss, gradient
 
-    def markdown(self, where: str = "on CPUs over gloo") -> str:
+    def markdown(self, where: str = "on CPUs over gloo", bounds: str = "1e-5 and 1e-4") -> str:
         when = f"Measured {time.strftime('%Y-%m-%d')} with torch {torch.__version__.split('+')[0]} {where}, float32."
         parts = [when + " Loss: difference in nats a token; gradients: largest relative difference of any parameter's."]
         if any(model == TINY for model, _, _ in self.cells):
             parts.append(self._tiny())
         if any(model != TINY for model, _, _ in self.cells):
             parts.append(self._matrix())
-        parts.append(self._worst())
+        parts.append(f"{self._worst()}. Bounds: {bounds}.")
         return "\n\n".join(parts) + "\n"
 
     def _tiny(self) -> str:
@@ -70,7 +70,7 @@ class ParityTable:
         if with_gradients:
             worst = max(with_gradients, key=with_gradients.get)
             said += f"; gradients {with_gradients[worst]:.1e} ({', '.join(worst)})"
-        return said + ". Bounds: 1e-5 and 1e-4."
+        return said
 
 
 def _both(seen: tuple[float, float] | None) -> str:

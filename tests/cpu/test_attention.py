@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hybrid_megatron.model.attention import causal
+from hybrid_megatron.model.attention.alignment import aligned
 from hybrid_megatron.model.attention.causal import causal_attention
 from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.parallel import SequenceLayout
@@ -158,3 +159,17 @@ def test_rope_in_float32_keeps_its_digits_far_from_the_start():
     narrow = rotate(x.bfloat16(), SequenceLayout(32_768), 1e4)
     assert narrow.dtype == torch.bfloat16
     assert relative_error(narrow[:, -100:], definitions.rope(x.bfloat16().double(), 1e4)[:, -100:]) <= 2**-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_off_a_border_of_16_bytes_are_copied(dtype):
+    """What kernels on CUDA read wrongly; a head-wise layer's slices are such ones."""
+    rows = torch.randn(2, 64, 3, 8 * 3 + 2).to(dtype)  # three heads with q, k, v and two rows of gates
+    q, k, v = rows[..., :24].split(8, dim=-1)
+    for x in (q, k, v):
+        assert aligned(x).is_contiguous() and torch.equal(aligned(x), x)
+    even = torch.randn(2, 64, 3, 8 * 4).to(dtype)
+    for x in even.split(8, dim=-1):
+        assert aligned(x) is x
+    assert aligned(even[..., 1:9]) is not even and aligned(even[..., 1:9]).is_contiguous(), "the first row is off"
+    assert aligned(even.transpose(-1, -2)).is_contiguous(), "the last dimension is not dense"

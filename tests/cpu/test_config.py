@@ -194,7 +194,7 @@ RULES = {
     "tensor 3": (
         ["parallel.tensor=3"],
         [
-            "parallel.tensor=3: layers of gdn have 8 units of heads that may not be cut, and tensor must divide them; use one of 1, 2",
+            "parallel.tensor=3: it must divide the units of heads that may not be cut, 8 in layers of gdn; use one of 1, 2, 4, 8",
             "parallel.tensor=3: it must divide model.vocab_size=512; use another tensor size, or 513",
             "parallel: tensor * context * pipeline = 3 * 1 * 1 = 3 must divide the 1 process of this run",
         ],

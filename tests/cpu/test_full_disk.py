@@ -79,7 +79,8 @@ def test_metadata_alone_cannot_be_written(ranks, half_run, size):
 def test_metrics_cannot_be_written(ranks, half_run, size):
     run, words = half_run
     kept = snapshot(run / "checkpoints")
-    ended = train(ranks, size, words, file_limit=(run / "metrics.jsonl").stat().st_size + 100)
+    written = max((run / name).stat().st_size for name in ("metrics.jsonl", "config.yaml"))
+    ended = train(ranks, size, words, file_limit=written + 100)
     assert ended.code == 2
     [said] = ended.errors
     assert "metrics.jsonl: cannot be written (File too large)" in said

@@ -234,3 +234,32 @@ def test_memory_of_windows_grows_with_the_length_alone():
 
     step()
     assert peak_bytes(step) < 400 * 2**20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 16])
+def test_slices_between_rows_of_other_mixers(dtype, window):
+    """q, k and v of a head-wise layer: strides and starts that are no multiple of 16 bytes, which cuDNN's kernel read wrongly."""
+    torch.manual_seed(0)
+    rows = torch.randn(2, 200, 4, 3 * 64 + 3, device="cuda").to(dtype)
+    layout = SequenceLayout(200)
+
+    def sliced(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rows[..., 1:193].split(64, dim=-1)
+
+    def fast(rows: Tensor) -> Tensor:
+        return (
+            windowed_attention(*sliced(rows), layout, window, 0.125, None)
+            if window
+            else causal_attention(*sliced(rows), layout, 0.125, None)
+        )
+
+    def exact(rows: Tensor) -> Tensor:
+        return definitions.windowed_attention(*sliced(rows), window or 200, 0.125)
+
+    results = []
+    for form, leaf in ((fast, rows.detach().requires_grad_()), (exact, rows.detach().double().requires_grad_())):
+        o = form(leaf)
+        o.backward(torch.linspace(-1, 1, o.numel(), device="cuda").view_as(o).to(o.dtype))
+        results.append({"output": o.detach(), "gradient of the rows": leaf.grad})
+    compare(*results, BOUND[dtype])

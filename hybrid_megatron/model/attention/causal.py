@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from hybrid_megatron.model.attention.alignment import aligned
 from hybrid_megatron.model.attention.block_masks import document_blocks
 from hybrid_megatron.model.attention.flex import flex
 from hybrid_megatron.parallel import SequenceLayout
@@ -44,7 +45,7 @@ def causal_attention(
         return _over_shares_of_heads(q, k, v, layout, scale, context_group)
     assert exchange in ("gather", "all_to_all"), exchange
     k, v = _gather_keys_and_values(k, v, layout, context_group)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
     documents = None if layout.document_starts is None else layout.document_starts.long().cumsum(1)
     length = layout.chunk_length
     outputs = []

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hybrid_megatron.model.attention.alignment import aligned
 from hybrid_megatron.model.attention.block_masks import document_blocks, window_blocks
 from hybrid_megatron.model.attention.causal import causal_attention
 from hybrid_megatron.model.attention.flex import flex
@@ -36,7 +37,7 @@ def windowed_attention(
     for chunk, queries, (keys, values) in zip(layout.chunks, q.split(length, dim=1), _keys_and_values(k, v, layout, window, context_group)):
         end = (chunk + 1) * length
         seen = None if documents is None else documents[:, end - keys.shape[1] : end]
-        outputs.append(_windowed(*(x.transpose(1, 2) for x in (queries, keys, values)), window, scale, seen))
+        outputs.append(_windowed(*(aligned(x).transpose(1, 2) for x in (queries, keys, values)), window, scale, seen))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
 
 
