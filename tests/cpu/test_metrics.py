@@ -74,8 +74,11 @@ def test_tokens_and_speed_of_a_growing_batch(ranks, tiny_data, tmp_path):
     assert [line["lr"] for line in lines[:4]] == pytest.approx([3e-3 * tokens / 1500 for tokens in (256, 512, 768, 1280)], rel=1e-12)
     assert lines[-1]["lr"] == 0 and "validation_loss" in lines[-1]
     assert read_progress(run / "checkpoints/step_00000006").tokens == 2304
-    assert "that full from step 4 on; before, it grows from 256 in steps of 256 over 600 tokens" in ended.out
-    assert "steps      6 for 2,048 tokens" in ended.out
+    assert "growing from 256 tokens in steps of that over the first 600, full from step 4 on" in ended.out
+    assert (
+        "steps      6 for 2,048 tokens, the first 1,500 of them warm-up to a learning rate of 3.00e-03, then cosine to 0.00e+00"
+        in ended.out
+    )
 
 
 def test_retention(done):

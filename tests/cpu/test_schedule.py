@@ -91,7 +91,8 @@ def batches_by_definition(tokens: int, full: int, start: int, warmup: int) -> li
         (10_240, 512, 256, 1),  # the second step is full
         (10_240, 1_024, 64, 1_500),  # sizes are passed over
         (10_240, 512, 128, 10_239),  # full in no step
-        (1, 512, 128, 0),  # (start is not used without warm-up)
+        (1, 512, 512, 0),  # not even a step
+        (10_000, 512, 512, 0),  # does not grow
         (3 * 2**20, 2**18, 2**12, 10**6),
     ],
 )
