@@ -46,8 +46,8 @@ class Console:
         if platform.is_cuda() and any(MIXERS[mixer].needs_fla for mixer in plan_layers(config).mixers):
             self.say("kernels    the first step tunes Triton kernels that this machine has not run yet: up to a few minutes, once")
         self.say(
-            f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up to a "
-            f"learning rate of {config.optimizer.peak_lr:.2e}, then {_course(config.schedule)}"
+            f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up to "
+            f"a learning rate of {config.optimizer.peak_lr:.2e}, then {_course(config.schedule)}"
         )
 
     def resumed(self, checkpoint: Path, progress: Progress) -> None:
