@@ -18,7 +18,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     basic = [problem for rule in (_positive, _choices) for problem in rule(config)]
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, _schedule)
+    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, _schedule, _longce)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -26,7 +26,7 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
-    names = ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")
+    names = ("model", "parallel", "optimizer", "schedule", "longce", "train", "validation", "checkpoint", "tracking")
     sections = [("", config), *((name, getattr(config, name)) for name in names)]
     sections += [(f"model.{mixer}", getattr(config.model, mixer)) for mixer in MIXERS]
     sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]
@@ -168,6 +168,30 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
     if config.schedule.min_lr > config.optimizer.peak_lr:
         yield f"schedule.min_lr={config.schedule.min_lr}: it must not be above optimizer.peak_lr={config.optimizer.peak_lr}"
+
+
+def _longce(config: RunConfig) -> Iterator[str]:
+    """Windows must cut the sample evenly, and context and tensor ranks each window."""
+    longce, parallel, context = config.longce, config.parallel, config.train.context
+    if not longce.enabled:
+        return
+    window, stride = longce.window, longce.stride
+    if window + stride > context:
+        yield (
+            f"longce.window={window}: with longce.stride={stride} a short context is {window + stride} tokens, more than "
+            f"train.context={context}; lower one of them"
+        )
+        return
+    chunks = 2 * parallel.context if parallel.context > 1 else 1
+    whole = math.lcm(chunks, parallel.context * parallel.tensor if parallel.sequence else 1)
+    if (context - window) % stride == 0 and (window + stride) % whole == 0:
+        return
+    rule = f"it must divide train.context - longce.window = {context - window}"
+    if whole > 1:
+        rule += f", and longce.window + longce.stride must be a multiple of {whole} under this layout"
+    possible = [d for d in range(1, context - window + 1) if (context - window) % d == 0 and (window + d) % whole == 0]
+    advice = f"use one of {', '.join(map(str, possible))}" if possible else f"no stride does with longce.window={window}; use another"
+    yield f"longce.stride={stride}: {rule}; {advice}"
 
 
 def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -195,8 +195,9 @@ def _metrics(
     metrics = {
         "step": done,
         "tokens": done * config.train.batch_tokens,
-        "loss": result.loss,
-        "lm_loss": result.lm_loss,
+        "loss": result.losses.loss,
+        "lm_loss": result.losses.lm_loss,
+        **result.losses.longce,
         "grad_norm": result.grad_norm,
         "lr": lr,
         "tokens_per_second_per_gpu": rate,

@@ -14,9 +14,9 @@ from hybrid_megatron.model.hybrid_model import build_chunks
 from hybrid_megatron.model.initialize import sharded_tensors
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
-from hybrid_megatron.training import step as step_module
 from hybrid_megatron.training.build import reduced
 from hybrid_megatron.training.loop import train
+from hybrid_megatron.training.step import forward_backward
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 
@@ -41,12 +41,12 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
         stream = BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        loss, _, _ = step_module._run_schedule(config, wrapped, stream.step(at_step), stream.micro_batches, state, forward_only=False)
+        losses = forward_backward(config, wrapped, stream.step(at_step), stream.micro_batches, state)
         parameters = _shards(chunks, state)
         with torch.no_grad():
             for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
                 parameter.data = parameter.main_grad.clone()
-        return loss, parameters, _shards(chunks, state)
+        return losses.loss, parameters, _shards(chunks, state)
 
 
 def _shards(chunks, state) -> list[tuple]:
