@@ -36,8 +36,8 @@ class Console:
         if config.longce.enabled:
             windows = Windows(train.context, config.longce.window, config.longce.stride)
             self.say(
-                f"longce     {windows.count} short contexts of {windows.length:,} tokens a sample, the last {windows.stride:,} of each scored; "
-                f"gamma {config.longce.gamma:g}; {accounts.short_flops_per_token / 1e6:,.1f} M of the flops a token"
+                f"longce     {windows.count} short contexts of {windows.length:,} tokens a sample, the last {windows.stride:,} of each "
+                f"scored; gamma {config.longce.gamma:g}; {accounts.short_flops_per_token / 1e6:,.1f} M of the flops a token"
             )
         self.say(f"device     {platform.device_name()} x{state.world_size}, {train.precision}, layout: {_sizes(state.layout)}")
         self.say(
