@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from hybrid_megatron.config.schema import ParallelConfig, RunConfig
+from hybrid_megatron.config.validate_longce import longce_problems
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer, LayerPlan, plan_layers
@@ -18,7 +19,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     basic = [problem for rule in (_positive, _choices) for problem in rule(config)]
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, _schedule, _longce)
+    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, _schedule, longce_problems)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -42,7 +43,7 @@ def _positive(config: RunConfig) -> Iterator[str]:
 
 def not_positive(section: str, values) -> Iterator[str]:
     """The numbers of one section that are not above 0, or 0 where that has a meaning."""
-    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
+    may_be_zero = {"weight_decay", "warmup_tokens", "batch_warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
     for field in fields(values):
         value = getattr(values, field.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -168,30 +169,6 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
     if config.schedule.min_lr > config.optimizer.peak_lr:
         yield f"schedule.min_lr={config.schedule.min_lr}: it must not be above optimizer.peak_lr={config.optimizer.peak_lr}"
-
-
-def _longce(config: RunConfig) -> Iterator[str]:
-    """Windows must cut the sample evenly, and context and tensor ranks each window."""
-    longce, parallel, context = config.longce, config.parallel, config.train.context
-    if not longce.enabled:
-        return
-    window, stride = longce.window, longce.stride
-    if window + stride > context:
-        yield (
-            f"longce.window={window}: with longce.stride={stride} a short context is {window + stride} tokens, more than "
-            f"train.context={context}; lower one of them"
-        )
-        return
-    chunks = 2 * parallel.context if parallel.context > 1 else 1
-    whole = math.lcm(chunks, parallel.context * parallel.tensor if parallel.sequence else 1)
-    if (context - window) % stride == 0 and (window + stride) % whole == 0:
-        return
-    rule = f"it must divide train.context - longce.window = {context - window}"
-    if whole > 1:
-        rule += f", and longce.window + longce.stride must be a multiple of {whole} under this layout"
-    possible = [d for d in range(1, context - window + 1) if (context - window) % d == 0 and (window + d) % whole == 0]
-    advice = f"use one of {', '.join(map(str, possible))}" if possible else f"no stride does with longce.window={window}; use another"
-    yield f"longce.stride={stride}: {rule}; {advice}"
 
 
 def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:

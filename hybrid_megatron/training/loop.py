@@ -64,6 +64,11 @@ def train(config: RunConfig) -> Outcome:
         warnings.warn(
             f"validation.samples={config.validation.samples}: data.valid holds {len(valid_data)} samples, and all of them are taken"
         )
+    if config.longce.enabled and config.longce.window + config.longce.stride == config.train.context:
+        warnings.warn(
+            f"longce.stride={config.longce.stride}: the first short context is the whole of train.context={config.train.context}, so there "
+            "is no shorter one and every token weighs 1"
+        )
     store = CheckpointStore(config.run_dir)
     console = Console(config, speaks=global_rank() == 0)
     newest = _newest_of(store, train_data)

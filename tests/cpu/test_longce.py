@@ -217,6 +217,13 @@ def test_weights():
     assert longce_weights(torch.tensor(100.0), torch.tensor(0.0), 5.0) == 5.0
 
 
+def test_windows_that_leave_nothing_to_weigh_are_a_warning(ranks, tiny_data, tmp_path):
+    words = tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", *longce(56, 8), "train.tokens=1536", "validation.interval_steps=100")
+    ended = train(ranks, 1, words)
+    assert ended.code == 0 and "longce.stride=8: the first short context is the whole of train.context=64" in ended.err
+    assert all(line["longce_mean_weight"] == 1 for line in computed(tmp_path / "run"))
+
+
 @pytest.fixture(scope="module")
 def run(ranks, tiny_data, tmp_path_factory) -> Path:
     return straight(ranks, tiny_data, tmp_path_factory.mktemp("longce") / "run", "one process", *longce(), *WIDE)
@@ -273,14 +280,14 @@ WRONG = {
     "uneven": (
         1,
         ["longce.stride=9"],
-        ["longce.stride=9: it must divide train.context - longce.window = 48; use one of 1, 2, 3, 4, 6, 8, 12, 16, 24, 48"],
+        ["longce.stride=9: it must divide train.context - longce.window = 48; use one of 1, 2, 3, 4, 6, 8, 12, 16, 24"],
     ),
     "context": (
         2,
         ["longce.stride=6", "parallel.context=2"],
         [
             "longce.stride=6: it must divide train.context - longce.window = 48, and longce.window + longce.stride must be a multiple of 4 "
-            "under this layout; use one of 4, 8, 12, 16, 24, 48"
+            "under this layout; use one of 4, 8, 12, 16, 24"
         ],
     ),
     "tensor": (
@@ -288,16 +295,24 @@ WRONG = {
         ["longce.stride=3", "parallel.tensor=2", "parallel.sequence=true"],
         [
             "longce.stride=3: it must divide train.context - longce.window = 48, and longce.window + longce.stride must be a multiple of 2 "
-            "under this layout; use one of 2, 4, 6, 8, 12, 16, 24, 48"
+            "under this layout; use one of 2, 4, 6, 8, 12, 16, 24"
         ],
     ),
-    "no stride": (
+    "both rules": (
         2,
         ["longce.window=33", "longce.stride=31", "parallel.context=2", "train.context=66", "train.batch_tokens=528"],
         [
             "parallel.context=2: each rank takes two chunks, so train.context=66 must be a multiple of 4",
-            "longce.stride=31: it must divide train.context - longce.window = 33, and longce.window + longce.stride must be a multiple of 4 "
-            "under this layout; use one of 3, 11",
+            "longce.stride=31: it must divide train.context - longce.window = 33, and longce.window + longce.stride must be a multiple of "
+            "4 under this layout; use one of 3, 11",
+        ],
+    ),
+    "no stride": (
+        2,
+        ["longce.window=45", "longce.stride=3", "parallel.context=2"],
+        [
+            "longce.stride=3: it must divide train.context - longce.window = 19, and longce.window + longce.stride must be a multiple of "
+            "4 under this layout; no stride does with longce.window=45; use another"
         ],
     ),
 }
