@@ -206,14 +206,19 @@ class ScheduleConfig:
 class LongCEConfig:
     """LongCE (Fang et al., 2025, arXiv 2410.23771): tokens that profit from long context weigh more in the loss.
 
-    A token's weight is min(exp(short loss - loss), gamma), its short loss being that of a context of `window` to `window + stride` tokens.
+    A token's weight is min(exp(short loss - loss), gamma), both losses by the model of the step and its short loss with a context of
+    `window` + 1 to `window + stride` tokens; tokens whose context is not longer weigh 1 (ops/longce.py). The metric `loss` is then the
+    weighted loss over the number of tokens, `lm_loss` the plain one, `longce_mean_weight` the mean weight of all tokens and
+    `longce_at_gamma` the share at `gamma` of those behind the first `window` of each sample. Validation stays plain.
     """
 
     enabled: bool = False
     window: int = 4096
-    """Tokens of short context, at least (K in the paper). The first `window` tokens of a sample weigh 1."""
+    """Tokens of short context that every scored token has before it (K in the paper). The first `window + stride` tokens of a sample
+    weigh 1."""
     stride: int = 1024
-    """Tokens scored by each short context."""
+    """Tokens scored by each short context; it divides train.context - window. The short contexts of a sample have about
+    (window + stride) / stride times its tokens."""
     gamma: float = 5.0
     """Largest weight."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from hybrid_megatron.config.schema import ParallelConfig, RunConfig
+from hybrid_megatron.config.validate_longce import longce_problems
 from hybrid_megatron.config.validate_schedule import SHAPES, batch_problems, schedule_problems
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.mixers import MIXERS
@@ -19,7 +20,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     basic = [problem for rule in (_positive, _choices) for problem in rule(config)]
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, schedule_problems)
+    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, schedule_problems, longce_problems)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -27,7 +28,7 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
-    names = ("model", "parallel", "optimizer", "schedule", "train", "validation", "checkpoint", "tracking")
+    names = ("model", "parallel", "optimizer", "schedule", "longce", "train", "validation", "checkpoint", "tracking")
     sections = [("", config), *((name, getattr(config, name)) for name in names)]
     sections += [(f"model.{mixer}", getattr(config.model, mixer)) for mixer in MIXERS]
     sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]

@@ -1,15 +1,18 @@
 """Parameters, FLOPs and bytes of a model, from the recipe alone, by what each mixer says of itself.
 
 FLOPs are the model's own work: matrix products and the mixers' recurrences, causal halves counted as halves; no norms, no activation
-functions, nothing recomputed. One multiply-add is two.
+functions, nothing recomputed. One multiply-add is two. LongCE's passes over short contexts are work of the method, and counted: an `mfu` is
+that of all the model's FLOPs in a step, and `tokens_per_second_per_gpu` shows what LongCE costs.
 """
 
 from dataclasses import dataclass
 
 from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.model.unit_order import UnitOrder
+from hybrid_megatron.ops.longce import Windows
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Accounts:
     """Parameters by part: one entry a mixer, then mlp, norms, embedding, output_layer."""
     forward_flops_per_token: dict[str, float]
     """Forward FLOPs of one token by part, averaged over the positions of a sample."""
+    short_flops_per_token: float
+    """Forward FLOPs of LongCE's short contexts, for each token of a sample; 0 without LongCE."""
     state_bytes: dict[str, int]
     """By mixer: what one sample of `train.context` tokens leaves for its continuation; recurrent states in 4 bytes an element, a window's
     or all keys and values in 2."""
@@ -33,8 +38,8 @@ class Accounts:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward: the backward pass takes two products for each of the forward pass."""
-        return 3 * sum(self.forward_flops_per_token.values())
+        """Forward and backward: the backward pass takes two products for each of the forward pass. With LongCE, its short contexts too."""
+        return 3 * sum(self.forward_flops_per_token.values()) + self.short_flops_per_token
 
 
 def account(config: RunConfig, plan: LayerPlan) -> Accounts:
@@ -58,8 +63,18 @@ def account(config: RunConfig, plan: LayerPlan) -> Accounts:
     return Accounts(
         params,
         flops,
+        short_flops_per_token=_short_flops(config, groups) / context if config.longce.enabled else 0.0,
         state_bytes=by_mixer(lambda mixer, group: mixer.state_bytes(model, group, context)),
         activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element))
         | {"order": sum(UnitOrder(model, layer.groups).copied_rows for layer in plan) * context * element},
         context_bytes=by_mixer(lambda mixer, group: mixer.context_bytes(model, group, context, parallel, element)),
     )
+
+
+def _short_flops(config: RunConfig, groups: list[HeadGroup]) -> int:
+    """Forward FLOPs of LongCE's windows of one sample: their tokens through all layers, their scored ones through the output layer."""
+    model, windows = config.model, Windows(config.train.context, config.longce.window, config.longce.stride)
+    mixers = sum(MIXERS[group.mixer].flops(model, group, windows.length, windows.length) for group in groups)
+    mlp = 2 * 3 * model.hidden_size * model.ffn_size * model.num_layers * windows.length
+    output_layer = 2 * model.vocab_size * model.hidden_size * windows.stride
+    return windows.count * (mixers + mlp + output_layer)

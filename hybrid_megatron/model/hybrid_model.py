@@ -3,6 +3,7 @@
 A rank holds one pipeline stage, in one chunk or, under the interleaved schedule, in several.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class TokenLoss(NamedTuple):
     weighted_sum: Tensor
     """Scalar with gradient: sum of token weight times cross entropy over the local tokens."""
     per_token: Tensor
-    """[b, s] cross entropy in nats, without gradient."""
+    """[b, s] cross entropy in nats, without gradient; [b, n] if only n positions were scored."""
 
 
 class HybridModel(MegatronModule):
@@ -61,11 +62,24 @@ class HybridModel(MegatronModule):
         """Called by the pipeline schedule with the previous chunk's output."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-    def forward(self, tokens: Tensor, targets: Tensor, token_weights: Tensor, layout: SequenceLayout) -> Tensor | TokenLoss:
-        """tokens, targets, token_weights [b, s], s the local length. Returns hidden states [s, b, h], or TokenLoss in the last chunk."""
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        token_weights: Tensor,
+        layout: SequenceLayout,
+        *,
+        scored: Tensor | None = None,
+        weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor | TokenLoss:
+        """tokens, targets, token_weights [b, s], s the local length. Returns hidden states [s, b, h], or TokenLoss in the last chunk.
+
+        `scored` [n]: the local positions whose loss is wanted; targets and token_weights [b, n] are then those of these positions.
+        `weigh` makes weights of `token_weights` and the losses, as linear_cross_entropy says.
+        """
         embedded = self.embedding(tokens, position_ids=None) if self.pre_process else None
         hidden = self.decoder(embedded, attention_mask=None, packed_seq_params=layout)
-        return self.output_layer(hidden, targets, token_weights) if self.post_process else hidden
+        return self.output_layer(hidden, targets, token_weights, scored, weigh) if self.post_process else hidden
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -74,14 +88,23 @@ class OutputLayer(ColumnParallelLinear):
     def __init__(self, config: TransformerConfig, vocab_size: int, groups: ProcessGroupCollection):
         super().__init__(config.hidden_size, vocab_size, config=config, init_method=config.init_method, bias=False, tp_group=groups.tp)
 
-    def forward(self, hidden: Tensor, targets: Tensor, token_weights: Tensor) -> TokenLoss:
-        """hidden [s, b, h] (this tensor rank's share of s under sequence parallelism), targets and token_weights [b, s]."""
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        token_weights: Tensor,
+        scored: Tensor | None,
+        weigh: Callable[[Tensor, Tensor], Tensor] | None,
+    ) -> TokenLoss:
+        """hidden [s, b, h] (this tensor rank's share of s under sequence parallelism); the rest as in HybridModel.forward."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        if scored is not None:
+            hidden = hidden[scored]
         by_sequence = [x.transpose(0, 1).flatten() for x in (targets, token_weights)]
-        total, losses = linear_cross_entropy(hidden.flatten(0, 1), self.weight, *by_sequence, self.tp_group)
+        total, losses = linear_cross_entropy(hidden.flatten(0, 1), self.weight, *by_sequence, self.tp_group, weigh)
         return TokenLoss(total, losses.view(hidden.shape[:2]).transpose(0, 1))
 
 

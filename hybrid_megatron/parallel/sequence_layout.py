@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,15 @@ class SequenceLayout:
         if self.size == 1:
             return whole
         return torch.cat([whole[:, c * self.chunk_length : (c + 1) * self.chunk_length] for c in self.chunks], dim=1)
+
+    def whole(self, local: Tensor, group: ProcessGroup) -> Tensor:
+        """[b, context, ...] of every context rank's [b, local_length, ...]; without gradient, collective over `group`."""
+        if self.size == 1:
+            return local
+        ranks = local.new_empty(self.size * local.shape[0], *local.shape[1:])
+        dist.all_gather_into_tensor(ranks, local.contiguous(), group=group)
+        chunks = [chunk for rank in ranks.chunk(self.size) for chunk in rank.chunk(2, dim=1)]
+        return torch.cat([chunks[place] for place in gathered_order(self.size)], dim=1)
 
     def local_document_starts(self) -> Tensor | None:
         """[b, local_length] bool, or None."""

@@ -9,6 +9,7 @@ from hybrid_megatron.config.schema import RunConfig, ScheduleConfig
 from hybrid_megatron.model.accounting import Accounts
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.ops.longce import Windows
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.tracking import read_metrics
 
@@ -32,6 +33,12 @@ class Console:
         self.say(f"layers     {plan_layers(config)}")
         self.say(f"parameters {accounts.total_params:,} ({parts})")
         self.say(f"flops      {accounts.flops_per_token / 1e6:,.1f} M a token, forward and backward, at {train.context:,} tokens a sample")
+        if config.longce.enabled:
+            windows = Windows(train.context, config.longce.window, config.longce.stride)
+            self.say(
+                f"longce     {windows.count} short contexts of {windows.length:,} tokens a sample, the last {windows.stride:,} of each "
+                f"scored; gamma {config.longce.gamma:g}; {accounts.short_flops_per_token / 1e6:,.1f} M of the flops a token"
+            )
         self.say(f"device     {platform.device_name()} x{state.world_size}, {train.precision}, layout: {_sizes(state.layout)}")
         self.say(
             f"batch      {train.batch_tokens:,} tokens = {config.batch_samples} samples of {train.context:,} "
@@ -68,6 +75,8 @@ class Console:
             f"step {step:>6}/{self.config.num_steps}  {tokens / 1e6:>9.2f}M tokens  loss {metrics['lm_loss']:.4f}  "
             f"lr {metrics['lr']:.2e}  grad {metrics['grad_norm']:.2f}  {metrics['tokens_per_second_per_gpu']:>9,.0f} tok/s"
         )
+        if "longce_mean_weight" in metrics:
+            line += f"  mean weight {metrics['longce_mean_weight']:.3f}"
         if "mfu" in metrics:
             line += f"  mfu {metrics['mfu']:.1%}"
         if tokens > self.first:  # by tokens, since steps may grow

@@ -64,6 +64,11 @@ def train(config: RunConfig) -> Outcome:
         warnings.warn(
             f"validation.samples={config.validation.samples}: data.valid holds {len(valid_data)} samples, and all of them are taken"
         )
+    if config.longce.enabled and config.longce.window + config.longce.stride == config.train.context:
+        warnings.warn(
+            f"longce.stride={config.longce.stride}: the first short context is the whole of train.context={config.train.context}, so there "
+            "is no shorter one and every token weighs 1"
+        )
     store = CheckpointStore(config.run_dir)
     console = Console(config, speaks=global_rank() == 0)
     newest = _newest_of(store, train_data)
@@ -195,8 +200,9 @@ def _metrics(
     metrics = {
         "step": done,
         "tokens": config.batch_plan.tokens(done),
-        "loss": result.loss,
-        "lm_loss": result.lm_loss,
+        "loss": result.losses.loss,
+        "lm_loss": result.losses.lm_loss,
+        **result.losses.longce,
         "grad_norm": result.grad_norm,
         "lr": lr,
         "tokens_per_second_per_gpu": rate,

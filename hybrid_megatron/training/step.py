@@ -1,10 +1,12 @@
 """One optimizer step, and one pass over the validation samples, through megatron-core's pipeline schedule."""
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,7 +14,9 @@ from hybrid_megatron import platform
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.data import Batch, BatchStream
 from hybrid_megatron.model.hybrid_model import TokenLoss
+from hybrid_megatron.ops.longce import longce_weights
 from hybrid_megatron.parallel import ParallelState
+from hybrid_megatron.training.longce import short_losses
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -24,11 +28,22 @@ class NonFinite(Exception):
 
 
 @dataclass(frozen=True)
-class StepResult:
+class Losses:
+    """Of one pass over some samples, on all ranks."""
+
     loss: float
     """What is optimised, in nats a token."""
     lm_loss: float
     """Plain cross entropy, in nats a token."""
+    tokens: int
+    longce: dict[str, float]
+    """LongCE's metrics: `longce_mean_weight` over all tokens; `longce_at_gamma`, the share at the largest weight of the tokens behind the
+    first `longce.window` of each sample. Empty without LongCE."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    losses: Losses
     grad_norm: float
     """Global gradient norm before clipping."""
     data_seconds: float
@@ -65,17 +80,29 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     batches = _Timed(stream.step(step))
-    loss, lm_loss, _ = _run_schedule(config, model, batches, stream.micro_batches(step), state, forward_only=False)
-    if not math.isfinite(loss):
-        raise NonFinite(f"the loss is {loss}")
+    losses = forward_backward(config, model, batches, stream.micro_batches(step), state)
+    if not math.isfinite(losses.loss):
+        raise NonFinite(f"the loss is {losses.loss}")
 
     optimizer.prepare_grads()
     grad_norm = gradient_norm(optimizer)
     if not math.isfinite(grad_norm):
-        raise NonFinite(f"the gradient norm is {grad_norm} at a loss of {loss:.4f}")
+        raise NonFinite(f"the gradient norm is {grad_norm} at a loss of {losses.loss:.4f}")
     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=config.optimizer.clip_grad, total_norm=grad_norm)
     optimizer.step_with_ready_grads()
-    return StepResult(loss, lm_loss, grad_norm, batches.seconds)
+    return StepResult(losses, grad_norm, batches.seconds)
+
+
+def forward_backward(
+    config: RunConfig, model: list[DistributedDataParallel], batches: Iterator[Batch], count: int, state: ParallelState
+) -> Losses:
+    """Losses of `count` micro-batches, in all of which every token counts; gradients are left reduced in the model's buffers."""
+    if not config.longce.enabled:
+        return _run_schedule(config, model, ((batch, batch.weights) for batch in batches), count, state)
+    held = list(batches)
+    with _measuring(model):
+        short = short_losses(config, model, held, state)
+    return _run_schedule(config, model, zip(held, short), count, state, longce=True)
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
@@ -96,31 +123,43 @@ def validation_loss(config: RunConfig, model: list[DistributedDataParallel], str
     """Mean cross entropy, nats a token, over the first `validation.samples` samples."""
     count = min(config.validation.samples, len(stream.dataset))
     batches = list(stream.first_samples(count))
+    with _measuring(model):
+        losses = _run_schedule(config, model, ((batch, batch.weights) for batch in batches), len(batches), state, forward_only=True)
+    assert losses.tokens == count * config.train.context, f"{losses.tokens} tokens measured in {count} samples"
+    return losses.lm_loss
+
+
+@contextlib.contextmanager
+def _measuring(model: list[DistributedDataParallel]) -> Iterator[None]:
+    """The model as it is measured: no gradients, nothing kept to be computed again."""
     for chunk in model:
         chunk.eval()
     with torch.no_grad():
-        _, lm_loss, tokens = _run_schedule(config, model, iter(batches), len(batches), state, forward_only=True)
+        yield
     for chunk in model:
         chunk.train()
-    assert tokens == count * config.train.context, f"{tokens} tokens measured in {count} samples"
-    return lm_loss
 
 
 def _run_schedule(
     config: RunConfig,
     model: list[DistributedDataParallel],
-    batches: Iterator[Batch],
+    batches: Iterable[tuple[Batch, torch.Tensor]],
     count: int,
     state: ParallelState,
     *,
-    forward_only: bool,
-) -> tuple[float, float, int]:
-    """(weighted loss, plain loss, tokens) over all ranks and micro-batches; gradients are left reduced in the model's buffers."""
+    forward_only: bool = False,
+    longce: bool = False,
+) -> Losses:
+    """One pass over micro-batches, each with its tokens' weights, or with their short losses for LongCE to make weights of."""
+    weigh = partial(longce_weights, gamma=config.longce.gamma) if longce else None
 
-    def forward(batches: Iterator[Batch], model):
-        batch = next(batches)
-        output = model(batch.tokens, batch.targets, batch.weights, batch.layout)
-        return (output.weighted_sum if isinstance(output, TokenLoss) else output), lambda total: _reported(total, output, batch)
+    def forward(batches: Iterator[tuple[Batch, torch.Tensor]], model):
+        batch, given = next(batches)
+        output = model(batch.tokens, batch.targets, given, batch.layout, weigh=weigh)
+        if not isinstance(output, TokenLoss):
+            return output, None  # a stage that is not the last
+        more = () if weigh is None else _longce_sums(given, weigh(given, output.per_token), config.longce.gamma)
+        return output.weighted_sum, lambda total: _reported(total, output, batch, more)
 
     reports = get_forward_backward_func()(
         forward_step_func=forward,
@@ -131,16 +170,25 @@ def _run_schedule(
         micro_batch_size=config.train.micro_batch,
         forward_only=forward_only,
     )
-    sums = torch.zeros(3, dtype=torch.float64, device=platform.device())
+    sums = torch.zeros(5 if longce else 3, dtype=torch.float64, device=platform.device())
     for report in reports:
         sums += report["sums"]
-    loss, lm_loss, tokens = state.sum_over_samples(sums).tolist()
-    return loss / tokens, lm_loss / tokens, int(tokens)
+    loss, lm_loss, tokens, *more = state.sum_over_samples(sums).tolist()
+    metrics = {}
+    if longce:
+        late = tokens * (1 - config.longce.window / config.train.context)
+        metrics = {"longce_mean_weight": more[0] / tokens, "longce_at_gamma": more[1] / late}
+    return Losses(loss / tokens, lm_loss / tokens, int(tokens), metrics)
 
 
-def _reported(total: torch.Tensor, output: TokenLoss, batch: Batch):
+def _longce_sums(short: torch.Tensor, weights: torch.Tensor, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the weights, and how many are the largest of tokens with a short context."""
+    return weights.double().sum(), ((weights >= gamma) & short.isfinite()).sum()
+
+
+def _reported(total: torch.Tensor, output: TokenLoss, batch: Batch, more: tuple[torch.Tensor, ...]):
     """What the schedule asks of a loss function: (sum to differentiate, tokens to divide by, what to report)."""
     counted = batch.weights > 0
     tokens = counted.sum()
     plain = (output.per_token.double() * counted).sum()
-    return total, tokens.int(), {"sums": torch.stack((total.detach().double(), plain, tokens.double()))}
+    return total, tokens.int(), {"sums": torch.stack([x.double() for x in (total.detach(), plain, tokens, *more)])}

@@ -14,9 +14,9 @@ from hybrid_megatron.model.hybrid_model import build_chunks
 from hybrid_megatron.model.initialize import sharded_tensors
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
-from hybrid_megatron.training import step as step_module
 from hybrid_megatron.training.build import reduced
 from hybrid_megatron.training.loop import train
+from hybrid_megatron.training.step import Losses, forward_backward
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 
@@ -28,7 +28,13 @@ def losses(words: list[str]) -> list[dict] | None:
 
 
 def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[tuple], list[tuple]]:
-    """One step's loss, and this rank's shards of parameters and gradients as (name, whole shape, offset, tensor).
+    """As `losses_and_gradients`, with the loss alone."""
+    losses, parameters, gradients = losses_and_gradients(words, at_step)
+    return losses.loss, parameters, gradients
+
+
+def losses_and_gradients(words: list[str], at_step: int = 0) -> tuple[Losses, list[tuple], list[tuple]]:
+    """One step's losses, and this rank's shards of parameters and gradients as (name, whole shape, offset, tensor).
 
     Without the distributed optimizer, which would leave only each rank's own share reduced.
     """
@@ -41,14 +47,12 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
         stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        loss, _, _ = step_module._run_schedule(
-            config, wrapped, stream.step(at_step), stream.micro_batches(at_step), state, forward_only=False
-        )
+        losses = forward_backward(config, wrapped, stream.step(at_step), stream.micro_batches(at_step), state)
         parameters = _shards(chunks, state)
         with torch.no_grad():
             for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
                 parameter.data = parameter.main_grad.clone()
-        return loss, parameters, _shards(chunks, state)
+        return losses, parameters, _shards(chunks, state)
 
 
 def _shards(chunks, state) -> list[tuple]:

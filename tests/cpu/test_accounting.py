@@ -82,6 +82,22 @@ def test_flops_of_grouped_queries():
     assert whole - grouped == pytest.approx(6 * layers * 2 * hidden * hidden * 3 / 4, rel=1e-9)
 
 
+def test_flops_of_longce():
+    """27 windows of 5,120 tokens in 32,768 (28 less the one at the start), forward alone, 1,024 tokens of each through the output layer."""
+    layers, hidden, heads, ffn, _ = MODELS["776m"]
+    words = ["776m+gdn_nope_lh+pretrain_4k", "train.context=32768"]
+    plain, found = accounts(*words), accounts(*words, "longce.enabled=true")
+    linear, full = layers * 3 // 4, layers // 4
+    weights = linear * (5 * hidden**2 + 2 * heads * hidden) + full * 4 * hidden**2 + layers * 3 * hidden * ffn
+    token = 2 * weights + linear * 3 * 2 * heads * 128**2 + full * 4 * hidden * (5120 + 1) / 2
+    expected = 27 * (5120 * token + 1024 * 2 * VOCAB * hidden) / 32_768
+    assert found.short_flops_per_token == pytest.approx(expected, rel=1e-12) and plain.short_flops_per_token == 0
+    assert found.flops_per_token == pytest.approx(plain.flops_per_token + expected, rel=1e-12)
+    assert found.forward_flops_per_token == plain.forward_flops_per_token
+    other = accounts(*words, "longce.enabled=true", "longce.window=1024", "longce.stride=1024").short_flops_per_token
+    assert 0.40 < other / expected < 0.55, "30 windows of 2,048"
+
+
 HYBRIDS = {
     # parameters of one layer of all heads: from hidden, heads (of 128), and FLOPs of its mixing for one token of a sample of `context`
     "swa": (

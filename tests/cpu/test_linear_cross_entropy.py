@@ -118,6 +118,39 @@ def test_without_gradients_it_computes_the_same_losses():
     assert not total.requires_grad and torch.equal(losses, found(*inputs)[1])
 
 
+def test_without_gradients_it_forms_none(monkeypatch):
+    """Inputs that require gradients, as a model's do: one product, the logits."""
+    hidden, weight, *others = draw()
+    products = []
+    plain = module._matmul
+    monkeypatch.setattr(module, "_matmul", lambda *inputs: products.append(1) or plain(*inputs))
+    with torch.no_grad():
+        linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), *others, Alone())
+    assert len(products) == 1
+
+
+def by_loss(known: Tensor, losses: Tensor) -> Tensor:
+    return torch.exp(known - losses).clamp(max=1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_elements", CHUNKS)
+def test_weights_by_the_losses_are_those_of_an_earlier_pass(monkeypatch, dtype, chunk_elements):
+    """In every chunk a token's weight is made of its own loss, and no gradient passes through it."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    hidden, weight, targets, known = draw(dtype)
+    known = known + 4
+    losses = found(hidden, weight, targets, known)[1]
+    weights = by_loss(known, losses)
+    assert bool((weights == 1.5).any()) and bool((weights < 1).any())
+    expected = found(hidden, weight, targets, weights)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    total, again = linear_cross_entropy(*leaves, targets, known, Alone(), by_loss)
+    total.backward()
+    for mine, theirs in zip((total.detach(), again, *(leaf.grad for leaf in leaves)), expected):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_logits_of_ten_thousand(dtype, size):
