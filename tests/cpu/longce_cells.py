@@ -18,7 +18,7 @@ def short_losses_of(words: list[str]) -> tuple[int, torch.Tensor, torch.Tensor] 
     data = open_dataset(config, "train")
     with start(config.parallel, config.seed) as state:
         chunks = build_chunks(config, plan_layers(config), state)
-        stream = BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
+        stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         batches = list(stream.step(0))
         with torch.no_grad():
             found = torch.cat(short_losses(config, chunks, batches, state))
