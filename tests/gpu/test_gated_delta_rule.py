@@ -1,9 +1,12 @@
 """FLA's kernels behind `gated_delta_rule` against the recurrence, token by token in float64, from the very same rounded inputs.
 
-Errors are relative norms, ||x - x_ref|| / ||x_ref||. bfloat16 keeps 8 bits: one rounding is 2^-9 = 2e-3 relative at most, half that in
-the norm, and the kernels round their intermediate q, k, v, updates and states once each, so outputs and gradients stand at 2e-3 to 5e-3
-(4.1e-3 was measured at head dim 64 and 128) and 1e-2 is the bound. The final state and everything's sums are float32. float32 inputs go
-through TF32 tensor cores, Triton's default: 11 bits, one rounding 5e-4 at most, bound 2e-3.
+Errors are relative norms, ||x - x_ref|| / ||x_ref||. bfloat16 keeps 8 bits: one rounding is 2^-8 relative at most, under half of that in
+the norm, and the kernels round their intermediate q, k, v, updates and states once each, so outputs and gradients stand at 2e-3 to 4e-3
+(head dim 64 and 128, H200) and 1e-2 is the bound. The final state and everything's sums are float32, but for one: FLA 0.6.0 sums what a
+chunk's first state gives to the gradient of its gates (chunk_o.py, b_h * b_dh), K V terms, in bf16. That is off by up to 2 % of the term, for
+all tokens of the chunk alike, and the term is most of the gradient where a chunk is a token long or nothing decays. From the rounding of
+such a sum over 128 x 128 terms by two warps the bound for the gradient of g is 6e-2; its steps within chunks are held to 1e-2. float32
+inputs go through TF32 tensor cores, Triton's default: 11 bits, one rounding 5e-4 at most, bound 2e-3.
 """
 
 from typing import NamedTuple
@@ -64,8 +67,9 @@ def check(case: Case, bound: float | None = None, said: str = "") -> None:
     words += ["initial state" if case.initial_state else "no initial state"]
     words += [said] if said else []
     kernel_check.check(
-        ", ".join(words), bound or BOUND[case.dtype], GatedDeltaRule(), definitions.gated_delta_rule, inputs[:5], inputs[5], starts
-    )
+        ", ".join(words), bound or BOUND[case.dtype], GatedDeltaRule(), definitions.gated_delta_rule, inputs[:5], inputs[5], starts,
+        bound_of_g=6e-2 if case.dtype == torch.bfloat16 else None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -143,8 +147,8 @@ def test_many_short_documents(width):
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("gate", [0.0, 0.01, 30.0])
 def test_gates_that_keep_all_and_gates_that_keep_nothing(width, gate):
-    """With g = 0 nothing decays and the state is a sum over all tokens: errors of many updates add up, bound twice that of one."""
-    check(Case(2, 200, 12, width, width, initial_state=True, gate=gate), 2e-2 if gate < 1 else None, f"log gates times {gate:g}")
+    """With g = 0 nothing decays and the state is a sum over all tokens."""
+    check(Case(2, 200, 12, width, width, initial_state=True, gate=gate), said=f"log gates times {gate:g}")
 
 
 def test_beta_up_to_two():
