@@ -25,16 +25,17 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 _FOLDERS = ("", "models", "patterns", "stages")
 
 
-def load_recipe(words: list[str]) -> RunConfig:
+def load_recipe(words: list[str], beneath: dict | None = None) -> RunConfig:
     """Read a recipe as typed on a command line, e.g. ["776m+gdn_nope_lh+pretrain_4k", "parallel.tensor=2"].
 
-    The first word is the recipe, the others are overrides. Raises ConfigError with every unknown key, wrong type and missing value.
+    The first word is the recipe, the others are overrides; `beneath`, a tree of settings, lies under every file, for a caller that can do
+    without some of them. Raises ConfigError with every unknown key, wrong type and missing value.
     Rules between settings are checked by `validate`, which also needs the number of processes.
     """
     if not words:
         raise ConfigError("no recipe given: name a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k")
     recipe, overrides = words[0], words[1:]
-    files = [(path.name, _read_yaml(path)) for path in _files_of(recipe)]
+    files = [("defaults", beneath or {})] + [(path.name, _read_yaml(path)) for path in _files_of(recipe)]
     return _filled(RunConfig, files + _read_overrides(overrides), recipe, lambda merged: _name_the_run(merged, recipe, overrides))
 
 
