@@ -9,6 +9,8 @@ from typing import Optional
 
 from omegaconf import MISSING
 
+from hybrid_megatron.config.batch_plan import BatchPlan, batch_plan
+
 
 @dataclass
 class SoftmaxConfig:
@@ -194,7 +196,8 @@ class ScheduleConfig:
     """wsd: tokens of its last, falling part."""
     min_lr: float = 0.0
     start_batch_tokens: Optional[int] = None
-    """Tokens of the first steps, where the batch grows to `train.batch_tokens`; null: it is that from the first step on."""
+    """Tokens of the first step, where the batch grows to `train.batch_tokens`, in steps of this size (batch_plan.py); null: it is that from
+    the first step on."""
     batch_warmup_tokens: int = 0
     """Tokens over which the batch grows."""
 
@@ -220,11 +223,11 @@ class TrainConfig:
     """Token budget and batch of one stage."""
 
     tokens: int = MISSING
-    """Token budget; the number of steps is tokens / batch_tokens, rounded up."""
+    """Token budget; the run ends with the step that reaches it."""
     context: int = MISSING
     """Tokens a sample."""
     batch_tokens: int = MISSING
-    """Tokens a step, over all ranks."""
+    """Tokens a step, over all ranks; of the largest steps, where the batch grows."""
     micro_batch: int = MISSING
     """Samples a rank computes at once."""
     precision: str = "bf16"
@@ -335,11 +338,17 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
+    def batch_plan(self) -> BatchPlan:
+        """Tokens and samples of every step."""
+        train, schedule = self.train, self.schedule
+        return batch_plan(train.tokens, train.context, train.batch_tokens, schedule.start_batch_tokens, schedule.batch_warmup_tokens)
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return -(-self.train.tokens // self.train.batch_tokens)
+        return self.batch_plan.num_steps
 
     @property
     def batch_samples(self) -> int:
-        """Samples a step, over all ranks."""
+        """Samples of a full batch, over all ranks."""
         return self.train.batch_tokens // self.train.context

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from hybrid_megatron.config.schema import ParallelConfig, RunConfig
+from hybrid_megatron.config.validate_schedule import SHAPES, batch_problems, schedule_problems
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer, LayerPlan, plan_layers
@@ -18,7 +19,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     basic = basic_problems(config)
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, tensor_problems, _sequence, context_problems, pipeline_problems, _schedule)
+    rules = (_layers, tensor_problems, _sequence, context_problems, pipeline_problems, schedule_problems)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -47,7 +48,7 @@ def _positive(config: RunConfig) -> Iterator[str]:
 
 def not_positive(section: str, values) -> Iterator[str]:
     """The numbers of one section that are not above 0, or 0 where that has a meaning."""
-    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
+    may_be_zero = {"weight_decay", "warmup_tokens", "batch_warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
     for field in fields(values):
         value = getattr(values, field.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -63,6 +64,7 @@ def _choices(config: RunConfig) -> Iterator[str]:
     yield from not_among(
         ("train.precision", config.train.precision, PRECISIONS),
         ("train.recompute", config.train.recompute, ("none", "selective", "full")),
+        ("schedule.shape", config.schedule.shape, SHAPES),
         *exchanges(config.parallel),
         ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "disabled")),
     )
@@ -165,39 +167,12 @@ def _divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
-def _schedule(config: RunConfig) -> Iterator[str]:
-    if config.schedule.warmup_tokens >= config.train.tokens:
-        yield (
-            f"schedule.warmup_tokens={config.schedule.warmup_tokens}: it must be less than train.tokens={config.train.tokens}; "
-            "lower the first or raise the second"
-        )
-    if config.schedule.min_lr > config.optimizer.peak_lr:
-        yield f"schedule.min_lr={config.schedule.min_lr}: it must not be above optimizer.peak_lr={config.optimizer.peak_lr}"
-
-
 def _world_and_batch(config: RunConfig, world_size: int) -> Iterator[str]:
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
     if problem := world_problem(parallel, world_size):
         yield problem
         return
-    if train.batch_tokens % train.context:
-        yield f"train.batch_tokens={train.batch_tokens}: it must be a multiple of train.context={train.context}"
-        return
-    data = world_size // (parallel.tensor * parallel.context * parallel.pipeline)
-    if config.batch_samples % (train.micro_batch * data):
-        yield (
-            f"train.batch_tokens={train.batch_tokens}: it holds {config.batch_samples} samples of {train.context}, which must be a "
-            f"multiple of train.micro_batch * data-parallel ranks = {train.micro_batch} * {data}; use another train.micro_batch or batch"
-        )
-        return
-    micro_batches = config.batch_samples // (train.micro_batch * data)
-    if parallel.virtual_pipeline > 1 and micro_batches % parallel.pipeline:
-        yield (
-            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: a step has {micro_batches} micro-batches on each data-parallel rank, "
-            f"which must be a multiple of parallel.pipeline={parallel.pipeline}; make train.batch_tokens={train.batch_tokens} a multiple "
-            f"of {train.context * train.micro_batch * data * parallel.pipeline}, lower train.micro_batch={train.micro_batch}, "
-            "or leave out virtual_pipeline"
-        )
+    yield from batch_problems(config, data=world_size // (parallel.tensor * parallel.context * parallel.pipeline))
 
 
 def world_problem(parallel: ParallelConfig, world_size: int) -> str | None:

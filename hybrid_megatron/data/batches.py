@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_megatron import platform
+from hybrid_megatron.config.batch_plan import BatchPlan
 from hybrid_megatron.data.datasets import Dataset
 from hybrid_megatron.parallel import ParallelState, SequenceLayout
 
@@ -33,19 +34,18 @@ class BatchStream:
     epoch shuffles the samples anew, seeded by the run's seed and the epoch.
     """
 
-    def __init__(self, dataset: Dataset, state: ParallelState, *, batch_samples: int, micro_batch: int, seed: int):
+    def __init__(self, dataset: Dataset, state: ParallelState, *, plan: BatchPlan, micro_batch: int, seed: int):
         self.dataset, self.state, self.seed = dataset, state, seed
-        self.batch_samples, self.micro_batch = batch_samples, micro_batch
+        self.plan, self.micro_batch = plan, micro_batch
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step on this rank."""
-        return self.batch_samples // (self.micro_batch * self.state.data)
+    def micro_batches(self, step: int) -> int:
+        """Micro-batches of training step `step` on this rank."""
+        return len(self.plan.samples(step)) // (self.micro_batch * self.state.data)
 
     def step(self, step: int) -> Iterator[Batch]:
         """The micro-batches of training step `step` (0-based) on this rank."""
-        first = step * self.batch_samples
-        yield from self._cut(first, first + self.batch_samples)
+        samples = self.plan.samples(step)
+        yield from self._cut(samples.start, samples.stop)
 
     def first_samples(self, count: int) -> Iterator[Batch]:
         """The first `count` samples of the dataset, for validation, filled up with samples of weight 0 to whole micro-batches."""

@@ -39,12 +39,16 @@ class Dataset:
 
 
 def open_dataset(config: RunConfig, split: str) -> Dataset:
-    """Open `data.train` or `data.valid` for training. Raises DataError: missing or damaged files, another tokenizer, no index maps."""
+    """Open `data.train` or `data.valid` for training. Raises DataError: missing or damaged files, another tokenizer, too few
+    tokens, no index maps."""
     prefix = _prefix(config, split)
     fingerprint = _check_files(config, f"data.{split}={prefix}", prefix)
     cache = _cache_dir(config, prefix)
     # defer_npy_index_mmap makes no maps and reads none yet, but knows their names and the number of samples
     named = _gpt_dataset(config, prefix, fingerprint, cache, deferred=True)
+    _check_enough(config, split, prefix, named)
+    if split == "train" and not config.data.repeat:
+        _check_once_through(config, prefix, named)
     if not all(path.is_file() for path in _map_files(named)):
         raise DataError(
             f"data.{split}={prefix}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}; "
@@ -57,8 +61,13 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
             raise DataError(
                 f"data.{split}={prefix}: the index map {path} is damaged ({error}); remove it and run build-cache again"
             ) from None
-    _check_enough(config, split, prefix, named)
     return Dataset(prefix, named, fingerprint)
+
+
+def train_fingerprint(config: RunConfig) -> str:
+    """Identity of `data.train`, without its index maps. Raises DataError."""
+    prefix = _prefix(config, "train")
+    return _check_files(config, f"data.train={prefix}", prefix)
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,19 @@ def _check_enough(config: RunConfig, split: str, prefix: Path, dataset: GPTDatas
         raise DataError(
             f"data.{split}={prefix}: it holds {held:,} tokens, fewer than the {config.train.context + 1:,} of one sample of "
             f"train.context={config.train.context}; lower train.context or add documents"
+        )
+
+
+def _check_once_through(config: RunConfig, prefix: Path, dataset: GPTDataset) -> None:
+    """For a run that may not go through its training data again. Its last step is a whole one."""
+    plan, once = config.batch_plan, len(dataset) * config.train.context
+    if plan.total_tokens > once:
+        possible = plan.tokens(plan.steps_within(once))
+        raise DataError(
+            f"data.repeat=false: the {plan.num_steps:,} steps of train.tokens={config.train.tokens} take {plan.total_tokens:,} tokens, and "
+            f"data.train={prefix} holds {once:,} in {len(dataset):,} samples of train.context={config.train.context}; "
+            + (f"set train.tokens to {possible} or less" if possible else f"lower train.batch_tokens={config.train.batch_tokens}")
+            + ", add documents, or set data.repeat=true"
         )
 
 

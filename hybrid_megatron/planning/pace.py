@@ -16,7 +16,7 @@ def pace(layout: Layout, mfu: float | None = None) -> dict:
     assert peak is not None
     share = expected_mfu(layout) if mfu is None else mfu
     speed = peak * share / account(config, layout.plan).flops_per_token
-    hours = config.num_steps * config.train.batch_tokens / speed / layout.gpus / 3600
+    hours = config.batch_plan.total_tokens / speed / layout.gpus / 3600
     return {
         "device": DEVICE,
         "peak_flops": peak,

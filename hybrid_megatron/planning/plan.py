@@ -7,7 +7,7 @@
     flops_per_token       forward and backward; forward_flops_per_token by part
     state_bytes           by mixer, what a sample of `train.context` tokens leaves for its continuation
     tokens, steps         token budget; optimizer steps
-    schedule              points of the curves: step, tokens, lr, batch_tokens
+    schedule              points of the curves: step, tokens, lr, batch_tokens; null where they are broken themselves
     possible_sizes        planning/choices.py
   and for each number of GPUs, by that number as text; null where the recipe's own layout does not run on so many:
     batch                 samples a step, data (ranks), micro_batches of each, micro_batch (samples), tokens
@@ -23,6 +23,7 @@ from dataclasses import asdict
 
 from hybrid_megatron.config.schema import ParallelConfig, RunConfig
 from hybrid_megatron.config.validate import basic_problems
+from hybrid_megatron.config.validate_schedule import schedule_problems
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.mixers import MIXERS
@@ -43,7 +44,8 @@ def make_plan(config: RunConfig, gpus: list[int], mfu: float | None = None) -> d
     result: dict = {"recipe": config.name, "run_dir": config.run_dir, "problems": _problems(config, gpus)}
     if basic_problems(config):  # whatever is computed below computes with these values
         return result
-    result |= {"tokens": config.train.tokens, "steps": config.num_steps, "schedule": schedule_points(config)}
+    curve = None if any(schedule_problems(config)) else schedule_points(config)
+    result |= {"tokens": config.train.tokens, "steps": config.num_steps, "schedule": curve}
     plan = _sound_layers(config)
     result["layers"] = None if plan is None else str(plan)
     if plan is None:
@@ -65,13 +67,16 @@ def invalid(plan: dict) -> bool:
 
 
 def schedule_points(config: RunConfig, count: int = 5) -> list[dict]:
-    """Step (1-based), tokens at its end, learning rate and tokens of the batch: the first step, the end of the warm-up, and evenly from there
-    to the last step."""
-    last = config.num_steps - 1
-    warm = min(max(-(-config.schedule.warmup_tokens // config.train.batch_tokens) - 1, 0), last)
-    steps = sorted({0, *(warm + (last - warm) * i // (count - 1) for i in range(count))})
-    batch = config.train.batch_tokens
-    return [{"step": i + 1, "tokens": (i + 1) * batch, "lr": learning_rate(config, i), "batch_tokens": batch} for i in steps]
+    """Step (1-based), tokens at its end, learning rate and tokens of the batch: the first step, the first full batch, the end of the warm-up,
+    and evenly from there to the last step."""
+    batches, last = config.batch_plan, config.num_steps - 1
+    warm = min(max(batches.steps_within(config.schedule.warmup_tokens) - 1, 0), last)
+    full = min(batches.phases[-1].first_step, last)
+    steps = sorted({0, full, *(warm + (last - warm) * i // (count - 1) for i in range(count))})
+    return [
+        {"step": i + 1, "tokens": batches.tokens(i + 1), "lr": learning_rate(config, i), "batch_tokens": batches.batch_tokens(i)}
+        for i in steps
+    ]
 
 
 def _problems(config: RunConfig, gpus: list[int]) -> dict[str, list[str]]:

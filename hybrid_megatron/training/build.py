@@ -44,7 +44,7 @@ def build_trainer(
     def stream(data: Dataset | None) -> BatchStream | None:
         if data is None:
             return None
-        return BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
+        return BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
 
     return Trainer(config, state, model, optimizer, stream(train_data), stream(valid_data), origin)
 

@@ -17,7 +17,7 @@ class Console:
     def __init__(self, config: RunConfig, speaks: bool):
         self.config, self.speaks = config, speaks
         self.began: float | None = None
-        self.first = 0
+        self.first = 0  # tokens at that time
 
     def say(self, text: str) -> None:
         if self.speaks:
@@ -37,11 +37,16 @@ class Console:
             f"batch      {train.batch_tokens:,} tokens = {config.batch_samples} samples of {train.context:,} "
             f"= {state.data} data ranks x {micro_batches} micro-batches of {train.micro_batch}"
         )
+        if config.schedule.start_batch_tokens is not None:
+            phases = config.batch_plan.phases
+            self.say(
+                f"           that full from step {phases[-1].first_step + 1:,} on; before, it grows from {phases[0].batch_tokens:,} in steps of "
+                f"{config.schedule.start_batch_tokens:,} over {config.schedule.batch_warmup_tokens:,} tokens"
+            )
         if platform.is_cuda() and any(MIXERS[mixer].needs_fla for mixer in plan_layers(config).mixers):
             self.say("kernels    the first step tunes Triton kernels that this machine has not run yet: up to a few minutes, once")
-        self.say(
-            f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up"
-        )
+        self.say(f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up")
+        self.say(f"schedule   {_course(config)}")
 
     def resumed(self, checkpoint: Path, progress: Progress) -> None:
         self.say(f"resumed    {checkpoint.name} ({progress.tokens:,} tokens), written by layout {_sizes(progress.layout)}")
@@ -51,20 +56,20 @@ class Console:
 
     def step(self, metrics: dict[str, float]) -> None:
         """One line every `tracking.log_interval` steps, with the time left by the mean pace of this session."""
-        now, step = time.perf_counter(), metrics["step"]
+        now, step, tokens = time.perf_counter(), metrics["step"], metrics["tokens"]
         if self.began is None:  # the first step compiles and warms up: not part of the pace
-            self.began, self.first = now, step
+            self.began, self.first = now, tokens
         shown = step % self.config.tracking.log_interval == 0 or step == self.config.num_steps or "validation_loss" in metrics
         if not shown and step > 1:
             return
         line = (
-            f"step {step:>6}/{self.config.num_steps}  {metrics['tokens'] / 1e6:>9.2f}M tokens  loss {metrics['lm_loss']:.4f}  "
+            f"step {step:>6}/{self.config.num_steps}  {tokens / 1e6:>9.2f}M tokens  loss {metrics['lm_loss']:.4f}  "
             f"lr {metrics['lr']:.2e}  grad {metrics['grad_norm']:.2f}  {metrics['tokens_per_second_per_gpu']:>9,.0f} tok/s"
         )
         if "mfu" in metrics:
             line += f"  mfu {metrics['mfu']:.1%}"
-        if step > self.first:
-            left = (now - self.began) / (step - self.first) * (self.config.num_steps - step)
+        if tokens > self.first:  # by tokens, since steps may grow
+            left = (now - self.began) / (tokens - self.first) * (self.config.batch_plan.total_tokens - tokens)
             line += f"  left {_duration(left)}"
         if "validation_loss" in metrics:
             line += f"  validation loss {metrics['validation_loss']:.4f}"
@@ -96,6 +101,16 @@ class Console:
         rates = sorted(m["tokens_per_second_per_gpu"] for m in metrics)
         words.append(f"{rates[len(rates) // 2]:,.0f} tokens/s per device (median)")
         return ", ".join(words)
+
+
+def _course(config: RunConfig) -> str:
+    """The learning rate in words."""
+    schedule, optimizer = config.schedule, config.optimizer
+    falls = {
+        "constant": "constant",
+        "wsd": f"constant, and linear to {schedule.min_lr:.2e} over the last {schedule.decay_tokens or 0:,} tokens",
+    }
+    return f"learning rate {optimizer.peak_lr:.2e}, then {falls.get(schedule.shape, f'{schedule.shape} to {schedule.min_lr:.2e}')}"
 
 
 def _sizes(layout: dict[str, int]) -> str:

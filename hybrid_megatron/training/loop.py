@@ -191,10 +191,10 @@ def _metrics(
     config: RunConfig, state: ParallelState, accounts: Accounts, done: int, lr: float, result: StepResult, seconds: float
 ) -> dict[str, float]:
     """One line of metrics.jsonl, by the names of the field; mfu only where the device's peak is known."""
-    rate = config.train.batch_tokens / seconds / state.world_size
+    rate = config.batch_plan.batch_tokens(done - 1) / seconds / state.world_size
     metrics = {
         "step": done,
-        "tokens": done * config.train.batch_tokens,
+        "tokens": config.batch_plan.tokens(done),
         "loss": result.loss,
         "lm_loss": result.lm_loss,
         "grad_norm": result.grad_norm,
@@ -244,7 +244,7 @@ def _save(
         name or f"step_{done:08d}",
         trainer.model,
         trainer.optimizer,
-        Progress(done, done * config.train.batch_tokens, trainer.state.layout, trainer.train_stream.dataset.fingerprint),
+        Progress(done, config.batch_plan.tokens(done), trainer.state.layout, trainer.train_stream.dataset.fingerprint),
         trainer.state,
         checkpoint_bytes(accounts.total_params, parameter_dtype(config).itemsize),
     )

@@ -16,15 +16,17 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybrid_megatron.checkpoint.store import CheckpointStore, read_progress
 from hybrid_megatron.config import RunConfig, load_recipe, save_config
-from hybrid_megatron.errors import ConfigError, RunError
+from hybrid_megatron.data.datasets import train_fingerprint
+from hybrid_megatron.errors import ConfigError, RunError, UserError
 from hybrid_megatron.parallel import ParallelState
 
 # What may differ when a run is resumed: it changes how the run is computed or watched, not what it computes. Data files are
 # recognised by their contents (checkpoint/), so that a dataset may move.
 _MAY_CHANGE = (
     "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "train.micro_batch", "train.recompute",
-    "data.train", "data.valid", "data.tokenizer", "data.cache_dir",
+    "data.train", "data.valid", "data.tokenizer", "data.cache_dir", "data.repeat",
 )  # fmt: skip
 
 
@@ -111,8 +113,18 @@ def check_same_run(config: RunConfig) -> None:
     if changed:
         raise ConfigError(
             [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
+            + _other_data(config)
             + [f"run_dir={folder}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
         )
+
+
+def _other_data(config: RunConfig) -> list[str]:
+    """One more difference where the training data is another one too; what cannot be read is no difference, and is said when it is used."""
+    newest = CheckpointStore(config.run_dir).newest()
+    with contextlib.suppress(UserError):
+        if newest and (trained_on := read_progress(newest).data) != (now := train_fingerprint(config)):
+            return [f"data.train: this run has data of fingerprint {trained_on[:12]}, {config.data.train} now has {now[:12]}"]
+    return []
 
 
 @contextlib.contextmanager

@@ -4,17 +4,26 @@ import math
 
 from hybrid_megatron.config.schema import RunConfig
 
+# What is left of the way from the peak down to `min_lr`, by the part of the falling tokens that has passed.
+_FALLS = {
+    "cosine": lambda passed: 0.5 * (1 + math.cos(math.pi * passed)),
+    "linear": lambda passed: 1 - passed,
+    "wsd": lambda passed: 1 - passed,
+}
+
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Learning rate of step `step` (0-based), by the tokens seen at its end.
+    """Learning rate of step `step` (0-based), for every shape by the tokens seen at the step's end.
 
-    Linear from 0 to `optimizer.peak_lr` over `schedule.warmup_tokens`, then half a cosine to `schedule.min_lr` at the last step's end.
+    So the first step has, with b tokens a step and w of warm-up, b / w of `optimizer.peak_lr` and not 0; the step that ends with the
+    warm-up has the peak; and the last one has `schedule.min_lr` itself. cosine and linear fall from the end of the warm-up to the end of
+    the last step, wsd over the last `schedule.decay_tokens` before that, constant never. A token budget counts as rounded up to whole steps.
     """
-    peak, low = config.optimizer.peak_lr, config.schedule.min_lr
-    tokens = (step + 1) * config.train.batch_tokens
-    total = config.num_steps * config.train.batch_tokens
-    warmup = config.schedule.warmup_tokens
-    if tokens <= warmup:
-        return peak * tokens / warmup
-    progress = (tokens - warmup) / (total - warmup)
-    return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    schedule, peak, low = config.schedule, config.optimizer.peak_lr, config.schedule.min_lr
+    tokens, total = config.batch_plan.tokens(step + 1), config.batch_plan.total_tokens
+    if tokens <= schedule.warmup_tokens:
+        return peak * tokens / schedule.warmup_tokens
+    begin = total - schedule.decay_tokens if schedule.shape == "wsd" else schedule.warmup_tokens
+    if schedule.shape == "constant" or tokens <= begin:
+        return peak
+    return low + (peak - low) * _FALLS[schedule.shape]((tokens - begin) / (total - begin))

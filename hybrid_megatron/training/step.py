@@ -65,7 +65,7 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     batches = _Timed(stream.step(step))
-    loss, lm_loss, _ = _run_schedule(config, model, batches, stream.micro_batches, state, forward_only=False)
+    loss, lm_loss, _ = _run_schedule(config, model, batches, stream.micro_batches(step), state, forward_only=False)
     if not math.isfinite(loss):
         raise NonFinite(f"the loss is {loss}")
 

@@ -38,10 +38,10 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
     with start(config.parallel, config.seed) as state:
         chunks = build_chunks(config, plan_layers(config), state)
         wrapped = reduced(chunks, dataclasses.replace(ddp_config(), use_distributed_optimizer=False))
-        stream = BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
+        stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        loss, _, _ = step_module._run_schedule(config, wrapped, stream.step(at_step), stream.micro_batches, state, forward_only=False)
+        loss, _, _ = step_module._run_schedule(config, wrapped, stream.step(at_step), stream.micro_batches(at_step), state, forward_only=False)
         parameters = _shards(chunks, state)
         with torch.no_grad():
             for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):

@@ -133,6 +133,41 @@ def build_index_caches_of(words: list[str]) -> None:
     build_index_caches(load_recipe(words))
 
 
+def test_context_that_the_dataset_cannot_fill(ranks, tiny_data, tmp_path):
+    """Said at once, and not that index maps are missing, which nobody could make."""
+    words = ["train.context=32768", "train.batch_tokens=32768", "train.micro_batch=1", "train.tokens=65536"]
+    said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", *words))
+    assert said.startswith(f"data.train={tiny_data / 'train'}: it holds ")
+    assert said.endswith("fewer than the 32,769 of one sample of train.context=32768; lower train.context or add documents")
+
+
+def test_budget_beyond_data_that_may_not_repeat(ranks, tiny_data, tmp_path):
+    """Refused with what is possible; that fits, and one token more does not, since the last step is a whole one."""
+    run = tmp_path / "run"
+    data = tiny_data / "valid"
+    words = tiny_words(tiny_data, f"run_dir={run}", f"data.train={data}", "data.repeat=false")
+    samples = (np.memmap(f"{data}.bin", np.uint16).size - 1) // 64
+    fits = samples // 8 * 512
+    assert 1024 < fits < 10_240 and samples % 8
+
+    def sentence(steps: int, budget: int) -> str:
+        return (
+            f"data.repeat=false: the {steps} steps of train.tokens={budget} take {512 * steps:,} tokens, and data.train={data} holds "
+            f"{64 * samples:,} in {samples} samples of train.context=64; set train.tokens to {fits} or less, add documents, or set "
+            "data.repeat=true"
+        )
+
+    assert refused(ranks, words) == sentence(20, 10_240)
+    assert refused(ranks, [*words, f"train.tokens={fits + 1}"]) == sentence(fits // 512 + 1, fits + 1)
+    said = refused(ranks, [*words, "train.batch_tokens=4096"], size=2)
+    assert said.endswith("; lower train.batch_tokens=4096, add documents, or set data.repeat=true")
+    grows = ["schedule.start_batch_tokens=256", "schedule.batch_warmup_tokens=512"]  # of 256, 256, then 512
+    assert f"set train.tokens to {(64 * samples - 512) // 512 * 512 + 512} or less" in refused(ranks, [*words, *grows])
+    assert not run.exists()
+    assert train(ranks, 1, [*words, f"train.tokens={fits}"]).code == 0
+    assert train(ranks, 1, [*words, f"train.tokens={fits}", "data.repeat=true"]).code == 0, "the same run"
+
+
 def test_dataset_of_another_tokenizer(ranks, tiny_data, tmp_path):
     said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "data.tokenizer=llama3"))
     assert "it was made with the tokenizer tiny (sha256:000000000000...), not with data.tokenizer=llama3" in said
@@ -219,6 +254,21 @@ def test_run_folder_resumed_with_other_settings(ranks, half_run, what):
     assert all("this run has" in line and "the recipe now says" in line for line in differences)
     assert way_out == f"run_dir={run}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"
     assert snapshot(run) == before
+
+
+def test_all_differences_are_said_at_once(ranks, half_run, tiny_data):
+    run, words = half_run
+    before = snapshot(run)
+    changes = ["model.attention.rope_base=20000", "train.batch_tokens=1024", "schedule.shape=linear", f"data.train={tiny_data / 'valid'}"]
+    ended = train(ranks, 2, [*words, *changes])
+    assert ended.code == 2
+    assert ended.errors[:3] == [
+        "model.attention.rope_base: this run has 10000.0, the recipe now says 20000.0",
+        "schedule.shape: this run has cosine, the recipe now says linear",
+        "train.batch_tokens: this run has 512, the recipe now says 1024",
+    ]
+    assert ended.errors[3].startswith("data.train: this run has data of fingerprint ") and str(tiny_data / "valid") in ended.errors[3]
+    assert len(ended.errors) == 5 and snapshot(run) == before
 
 
 def test_what_may_change_does(ranks, half_run):

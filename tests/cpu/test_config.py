@@ -180,6 +180,38 @@ RULES = {
     "warm-up": (["schedule.warmup_tokens=10240"], ["schedule.warmup_tokens=10240: it must be less than train.tokens=10240;"]),
     "batch": (["train.batch_tokens=500"], ["train.batch_tokens=500: it must be a multiple of train.context=64"]),
     "micro-batch": (["train.micro_batch=3"], ["train.batch_tokens=512: it holds 8 samples of 64, which must be a multiple of"]),
+    "shape": (["schedule.shape=step"], ["schedule.shape=step: it must be one of cosine, linear, constant, wsd"]),
+    "least rate above the peak": (["schedule.min_lr=1"], ["schedule.min_lr=1.0: it must not be above optimizer.peak_lr=0.003"]),
+    "least rate that is never reached": (
+        ["schedule.shape=constant", "schedule.min_lr=1e-4"],
+        ["schedule.min_lr=0.0001: schedule.shape=constant never falls to it; set it to 0 or use another shape"],
+    ),
+    "decay of another shape": (
+        ["schedule.shape=linear", "schedule.decay_tokens=512"],
+        ["schedule.decay_tokens=512: schedule.shape=linear has no such part; leave it out or set schedule.shape=wsd"],
+    ),
+    "wsd without decay": (["schedule.shape=wsd"], ["schedule.shape=wsd: it needs schedule.decay_tokens, the tokens of its last, falling"]),
+    "no decay": (["schedule.shape=wsd", "schedule.decay_tokens=0"], ["schedule.decay_tokens=0: it must be more than 0"]),
+    "decay longer than what is left": (
+        ["schedule.shape=wsd", "schedule.decay_tokens=9217"],
+        ["schedule.decay_tokens=9217: schedule.warmup_tokens=1024 leaves 9216 of train.tokens=10240; use at most that"],
+    ),
+    "warm-up, and so decay, longer than the run": (
+        ["schedule.shape=wsd", "schedule.decay_tokens=512", "schedule.warmup_tokens=20480"],
+        ["schedule.warmup_tokens=20480: it must be less than train.tokens=10240; lower the first or raise the second"],
+    ),
+    "growing batch without end": (
+        ["schedule.start_batch_tokens=128"],
+        ["schedule.start_batch_tokens=128: it needs schedule.batch_warmup_tokens, over which the batch grows; set both or neither"],
+    ),
+    "growing batch without start": (
+        ["schedule.batch_warmup_tokens=1024"],
+        ["schedule.batch_warmup_tokens=1024: it needs schedule.start_batch_tokens, from which the batch grows; set both or neither"],
+    ),
+    "batch that grows longer than the run": (
+        ["schedule.start_batch_tokens=128", "schedule.batch_warmup_tokens=10240"],
+        ["schedule.batch_warmup_tokens=10240: it must be less than train.tokens=10240; lower the first or raise the second"],
+    ),
     "sequence": (["parallel.sequence=true"], ["parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1"]),
     "recompute": (["train.recompute=all"], ["train.recompute=all: it must be one of none, selective, full"]),
     "virtual without pipeline": (
@@ -233,6 +265,41 @@ TWO_PROCESSES = {
 def test_broken_rule_on_two_processes(recipe, case):
     words, sentence = TWO_PROCESSES[case]
     assert problem([recipe(), *words], world_size=2) == sentence
+
+
+GROWS = ["schedule.batch_warmup_tokens=4096", "train.batch_tokens=1536"]  # 24 samples
+START = "the batch grows in steps of it, so it must be less than train.batch_tokens=1536, divide it, and be a multiple of "
+START_BATCHES = {
+    "full": (1, ["schedule.start_batch_tokens=1536"], "64 * 2 * 1; use one of 128, 256, 384, 512, 768"),
+    "too large": (1, ["schedule.start_batch_tokens=3072"], "64 * 2 * 1; use one of 128, 256, 384, 512, 768"),
+    "divides no full batch": (1, ["schedule.start_batch_tokens=640"], "64 * 2 * 1; use one of 128, 256, 384, 512, 768"),
+    "half a micro-batch": (1, ["schedule.start_batch_tokens=64"], "64 * 2 * 1; use one of 128, 256, 384, 512, 768"),
+    "half a sample": (1, ["schedule.start_batch_tokens=96"], "64 * 2 * 1; use one of 128, 256, 384, 512, 768"),
+    "data 2": (2, ["schedule.start_batch_tokens=128"], "64 * 2 * 2; use one of 256, 512, 768"),
+    "data 2, micro-batch 12": (2, ["schedule.start_batch_tokens=128", "train.micro_batch=12"], "64 * 12 * 2; lower train.micro_batch"),
+}
+
+
+@pytest.mark.parametrize("case", START_BATCHES)
+def test_first_size_of_a_growing_batch(recipe, case):
+    size, words, end = START_BATCHES[case]
+    said = problem([recipe(), *GROWS, *words], size)
+    factors = "train.context * train.micro_batch * data-parallel ranks = "
+    assert said.startswith(f"{words[0]}: {START}{factors}{end}")
+
+
+def test_a_growing_batch_fits_the_interleaved_schedule_in_every_step(recipe):
+    virtual = [recipe(), *GROWS, "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
+    said = problem([*virtual, "schedule.start_batch_tokens=128"], 2)
+    assert said.endswith("data-parallel ranks * parallel.pipeline = 64 * 2 * 1 * 2; use one of 256, 512, 768")
+    validate(load_recipe([*virtual, "schedule.start_batch_tokens=256"]), 2)
+    validate(load_recipe([recipe(), *GROWS, "parallel.pipeline=2", "schedule.start_batch_tokens=128"]), 2)
+
+
+def test_what_is_possible_is_possible(recipe):
+    for start in (128, 256, 384, 512, 768):
+        validate(load_recipe([recipe(), *GROWS, f"schedule.start_batch_tokens={start}"]), 1)
+    validate(load_recipe([recipe(), "schedule.shape=wsd", "schedule.decay_tokens=9216"]), 1)
 
 
 def test_virtual_pipeline_that_fits(recipe):

@@ -48,7 +48,7 @@ def saved_bytes(words: list[str]) -> int:
     data = open_dataset(config, "train")
     with start(config.parallel, config.seed) as state:
         model = build_model(config, plan_layers(config), state)
-        stream = BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
+        stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         batch = next(stream.step(0))
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept = {}

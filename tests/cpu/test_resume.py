@@ -78,7 +78,7 @@ def test_every_epoch_has_every_sample_once_in_an_order_of_its_own(tiny_data):
     def rank(index: int) -> SimpleNamespace:
         return SimpleNamespace(data=2, data_rank=index, context=1, context_rank=0)
 
-    streams = [BatchStream(data, rank(index), batch_samples=8, micro_batch=2, seed=config.seed) for index in range(2)]
+    streams = [BatchStream(data, rank(index), plan=config.batch_plan, micro_batch=2, seed=config.seed) for index in range(2)]
     seen = [row.numpy().tobytes() for step in range(len(data)) for stream in streams for batch in stream.step(step) for row in batch.tokens]
     epochs = [seen[at : at + len(data)] for at in range(0, len(seen), len(data))]
     assert len(epochs) == 8 and len(set(epochs[0])) == len(data)

@@ -46,7 +46,7 @@ def received_in_forward(words: list[str]) -> int:
     with start(config.parallel, config.seed) as state, torch.no_grad():
         model = build_model(config, plan_layers(config), state)
         data = open_dataset(config, "train")
-        stream = BatchStream(data, state, batch_samples=config.batch_samples, micro_batch=config.train.micro_batch, seed=config.seed)
+        stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         batch = next(stream.step(0))
         with counted() as traffic:
             model(batch.tokens, batch.targets, batch.weights, batch.layout)
