@@ -1,6 +1,6 @@
 """What is possible: sizes of each kind of parallelism, layouts of a number of GPUs, and the one to take."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hybrid_megatron.config.schema import RunConfig
@@ -24,26 +24,16 @@ def fits(bytes_: float) -> bool:
 
 
 def possible_sizes(config: RunConfig, plan: LayerPlan) -> dict:
-    """Sizes of each kind that the recipe's other settings allow: `tensor`, and what limits it (`units` of each kind of layer, `ffn_size`,
-    `vocab_size`); `context`, up to 64 ranks; `pipeline`; `virtual_pipeline` for each size of pipeline above 1."""
-    parallel = config.parallel
-
-    def allowed(rules, **sizes) -> bool:
-        changed = replace(config, parallel=replace(parallel, **sizes))
-        return not any(problem for rule in rules for problem in rule(changed))
-
-    def layers(changed: RunConfig) -> Iterator[str]:
-        return layer_problems(changed, plan)
-
-    units = {str(layer): UnitOrder(config.model, layer.groups).units for layer in plan}
-    count = config.model.num_layers
-    stages = _divisors(count)
+    """Sizes of each kind that the model and the context allow: `tensor`, and what limits it (`units` of each kind of layer, `ffn_size`,
+    `vocab_size`); `context` at the recipe's tensor size, up to 64 ranks; `pipeline`; `virtual_pipeline` for each size of pipeline above 1."""
+    count, units = config.model.num_layers, {str(layer): UnitOrder(config.model, layer.groups).units for layer in plan}
+    tensor, stages = _tensor_sizes(config, plan), _divisors(count)
     return {
-        "tensor": [n for n in range(1, max(units.values()) + 1) if allowed((layers, tensor_problems), tensor=n)],
+        "tensor": tensor,
         "units": units,
         "ffn_size": config.model.ffn_size,
         "vocab_size": config.model.vocab_size,
-        "context": [n for n in range(1, _MOST_CONTEXT_RANKS + 1) if allowed((layers, context_problems), context=n)],
+        "context": _context_sizes(config, plan, config.parallel.tensor if config.parallel.tensor in tensor else 1),
         "pipeline": stages,
         "virtual_pipeline": {str(n): _divisors(count // n) for n in stages if n > 1},
     }
@@ -91,23 +81,36 @@ def overrides(layout: Layout, config: RunConfig) -> list[str]:
     return words
 
 
+def _tensor_sizes(config: RunConfig, plan: LayerPlan) -> list[int]:
+    most = max(UnitOrder(config.model, layer.groups).units for layer in plan)
+    return [n for n in range(1, most + 1) if _allowed(config, plan, tensor_problems, tensor=n, context=1)]
+
+
+def _context_sizes(config: RunConfig, plan: LayerPlan, tensor: int) -> list[int]:
+    return [n for n in range(1, _MOST_CONTEXT_RANKS + 1) if _allowed(config, plan, context_problems, tensor=tensor, context=n)]
+
+
+def _allowed(config: RunConfig, plan: LayerPlan, rule: Callable[[RunConfig], Iterator[str]], **sizes: int) -> bool:
+    """Whether neither the rule nor any layer has anything against these sizes."""
+    changed = replace(config, parallel=replace(config.parallel, **sizes))
+    return not any(rule(changed)) and not any(layer_problems(changed, plan))
+
+
 def _sizes(config: RunConfig, plan: LayerPlan, gpus: int) -> list[dict[str, int]]:
-    """Tensor, context and pipeline sizes that are possible each by itself and whose product divides the GPUs."""
-    possible = possible_sizes(config, plan)
+    """Tensor, context and pipeline sizes that are possible and whose product divides the GPUs."""
     return [
         {"tensor": tensor, "context": context, "pipeline": pipeline}
-        for tensor in possible["tensor"]
-        for context in possible["context"]
-        for pipeline in possible["pipeline"]
-        if tensor <= GPUS_OF_A_NODE and gpus % (tensor * context * pipeline) == 0
+        for tensor in _tensor_sizes(config, plan)
+        if tensor <= GPUS_OF_A_NODE
+        for context in _context_sizes(config, plan, tensor)
+        for pipeline in _divisors(config.model.num_layers)
+        if gpus % (tensor * context * pipeline) == 0
     ]
 
 
 def _with(config: RunConfig, sizes: dict[str, int], recompute: str | None = None, micro_batch: int | None = None) -> RunConfig:
     parallel = replace(config.parallel, **sizes, sequence=sizes["tensor"] > 1, virtual_pipeline=1)
-    train = replace(
-        config.train, recompute=recompute or config.train.recompute, micro_batch=micro_batch or config.train.micro_batch
-    )
+    train = replace(config.train, recompute=recompute or config.train.recompute, micro_batch=micro_batch or config.train.micro_batch)
     return replace(config, parallel=parallel, train=train)
 
 

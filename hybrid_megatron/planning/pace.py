@@ -8,6 +8,8 @@ DEVICE = "NVIDIA H200"
 MEASURED_MFU = 0.30
 """776m+gdn_nope_lh+pretrain_4k on one H200 had 30.1%, 776m+rope+pretrain_4k 33.5% (README.md); nothing over several GPUs is measured yet."""
 
+EXPECTED = "as measured with 776m on one H200, less recomputation and waiting of pipeline stages; several GPUs are not measured"
+
 
 def pace(layout: Layout, mfu: float | None = None) -> dict:
     """Speed and duration; `mfu` of the dense bf16 peak in model FLOPs, None: `expected_mfu`. Validation, checkpoints and restarts are not
@@ -21,6 +23,7 @@ def pace(layout: Layout, mfu: float | None = None) -> dict:
         "device": DEVICE,
         "peak_flops": peak,
         "mfu": share,
+        "mfu_from": EXPECTED if mfu is None else "as given",
         "tokens_per_second_per_gpu": speed,
         "step_seconds": config.train.batch_tokens / speed / layout.gpus,
         "hours": hours,

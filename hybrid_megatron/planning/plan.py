@@ -1,22 +1,22 @@
 """The whole plan of a recipe as plain data, which `python -m launch plan --json` prints and report.py writes for people.
 
-    recipe, run_dir       as the run will be called
-    problems              "recipe": rules broken on every number of GPUs asked for; "8", "16", ...: what else is wrong on so many
-    layers                the layer plan in words, or null
-    parameters            total, and parts: one a mixer, mlp, norms, embedding, output_layer
-    flops_per_token       forward and backward; forward_flops_per_token by part
-    state_bytes           by mixer, what a sample of `train.context` tokens leaves for its continuation
-    tokens, steps         token budget; optimizer steps
-    schedule              points of the curves: step, tokens, lr, batch_tokens; null where they are broken themselves
-    possible_sizes        planning/choices.py
-  and for each number of GPUs, by that number as text; null where the recipe's own layout does not run on so many:
-    batch                 samples a step, data (ranks), micro_batches of each, micro_batch (samples), tokens
-    rank_grid             layout (sizes), groups of ranks by kind, within_nodes: of each kind whether nodes of 8 GPUs hold its groups whole
-    memory_gib_per_gpu    peak, moment (of the peak), stage (that needs most), its parts, device (139), usable, fits; stages: the same of all
-    communication_gib_per_step   sent by the busiest GPU, by kind: gradients, parameters, tensor, context, pipeline
-    time                  device, peak_flops, mfu, tokens_per_second_per_gpu, step_seconds, hours, gpu_hours
-    layouts               possible ones, null never: tensor, context, pipeline, data, micro_batches, memory_gib, fits
-    suggestion            overrides to paste, recompute, sizes, micro_batch, memory_gib, hours; null if none fits
+  recipe, run_dir       as the run will be called
+  problems              "recipe": rules broken on every number of GPUs asked for; "8", "16", ...: what else is wrong on so many
+  layers                the layer plan in words, or null
+  parameters            total, and parts: one a mixer, mlp, norms, embedding, output_layer
+  flops_per_token       forward and backward; forward_flops_per_token by part
+  state_bytes           by mixer, what a sample of `train.context` tokens leaves for its continuation
+  tokens, steps         token budget; optimizer steps
+  schedule              points of the curves: step, tokens, lr, batch_tokens; null where they are broken themselves
+  possible_sizes        planning/choices.py
+and for each number of GPUs, by that number as text; null where the recipe's own layout does not run on so many:
+  batch                 samples a step, data (ranks), micro_batches of each, micro_batch (samples), tokens
+  rank_grid             layout (sizes), groups of ranks by kind, within_nodes: of each kind whether nodes of 8 GPUs hold its groups whole
+  memory_gib_per_gpu    peak, moment (of the peak), stage (that needs most), its parts, device (139), usable, fits; stages: the same of all
+  communication_gib_per_step   sent by the busiest GPU, by kind: gradients, parameters, tensor, context, pipeline
+  time                  device, peak_flops, mfu, mfu_from, tokens_per_second_per_gpu, step_seconds, hours, gpu_hours
+  layouts               possible ones, null never: tensor, context, pipeline, data, micro_batches, memory_gib, fits
+  suggestion            overrides to paste, recompute, sizes, micro_batch, memory_gib, hours; null if none fits
 """
 
 from dataclasses import asdict
@@ -64,6 +64,11 @@ def invalid(plan: dict) -> bool:
     """Whether the recipe breaks a rule wherever it was asked to run."""
     problems = plan["problems"]
     return bool(problems["recipe"]) or all(found for count, found in problems.items() if count != "recipe")
+
+
+def all_problems(plan: dict) -> list[str]:
+    """Each broken rule once."""
+    return list(dict.fromkeys(problem for problems in plan["problems"].values() for problem in problems))
 
 
 def schedule_points(config: RunConfig, count: int = 5) -> list[dict]:
