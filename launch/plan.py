@@ -1,11 +1,11 @@
 """python -m launch plan RECIPE [section.key=value ...] [--gpus 8,16] [--mfu 0.4] [--json] [--plot FILE]
 python -m launch plan --study NAME [--mfu 0.4] [--json]
 
-Says what a run will be and take, without a GPU and without its datasets: layers, parameters and FLOPs, schedule, possible sizes of every kind
-of parallelism, and on each number of GPUs the groups of ranks, memory, communication, hours, possible layouts and the one to take. A recipe
-that breaks rules gets what can be said of it, its mistakes, and exit code 2; one that does not fit in memory says so and exits with 0. --plot
-draws learning rate and batch over tokens. --study has one line for each run of recipes/studies/NAME.yaml, on the GPUs it is meant for.
-Memory is what tensors take, against an H200's; keys of --json: hybrid_megatron/planning/plan.py.
+Says what a run will be and take, without a GPU and without its datasets: layers, parameters and FLOPs, schedule, possible sizes of every
+kind of parallelism, and on each number of GPUs the groups of ranks, memory, communication, hours, possible layouts and the one to take. A
+recipe that breaks rules gets what can be said of it, its mistakes, and exit code 2; one that does not fit in memory is told so, with exit
+code 0. --plot draws learning rate and batch over tokens. --study has one line for each run of recipes/studies/NAME.yaml, on the GPUs it is
+meant for. Memory is what tensors take, against an H200's; keys of --json: hybrid_megatron/planning/plan.py.
 """
 
 import json

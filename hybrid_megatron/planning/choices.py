@@ -25,7 +25,7 @@ def fits(bytes_: float) -> bool:
 
 def possible_sizes(config: RunConfig, plan: LayerPlan) -> dict:
     """Sizes of each kind that the model and the context allow: `tensor`, and what limits it (`units` of each kind of layer, `ffn_size`,
-    `vocab_size`); `context` at the recipe's tensor size, up to 64 ranks; `pipeline`; `virtual_pipeline` for each size of pipeline above 1."""
+    `vocab_size`); `context` at the recipe's tensor size, up to 64 ranks; `pipeline`; `virtual_pipeline` for each `pipeline` above 1."""
     count, units = config.model.num_layers, {str(layer): UnitOrder(config.model, layer.groups).units for layer in plan}
     tensor, stages = _tensor_sizes(config, plan), _divisors(count)
     return {

@@ -111,8 +111,8 @@ def _of_stage(layout: Layout, stage: int) -> Memory:
 
 
 def rank_params(layout: Layout, stage: int) -> RankParams:
-    """Of one rank of a stage: projections and inner parameters / T, norms and shared projections whole, the embedding / T on the first stage,
-    the output layer / T and the last norm on the last."""
+    """Of one rank of a stage: projections and inner parameters / T, norms and shared projections whole; the embedding / T on the first
+    stage, the output layer / T and the last norm on the last."""
     model, tensor = layout.config.model, layout.config.parallel.tensor
     usual = float32 = 0
     largest = [0]
@@ -143,8 +143,9 @@ def rank_params(layout: Layout, stage: int) -> RankParams:
 def passes_in_flight(layout: Layout, stage: int) -> list[int]:
     """For each model chunk of a stage, the forward passes whose backward pass is still to come, at most.
 
-    One without a pipeline. 1F1B: pipeline - stage, or all micro-batches if they are fewer. Interleaved with v chunks: 2 (pipeline - stage - 1)
-    + (v - 1) pipeline passes before the first backward pass, and one more; `pipeline` micro-batches go through one chunk, then the next.
+    One without a pipeline. 1F1B: pipeline - stage, or all micro-batches if they are fewer. Interleaved with v chunks:
+    2 (pipeline - stage - 1) + (v - 1) pipeline passes before the first backward pass, and one more; `pipeline` micro-batches go through
+    one chunk, then as many through the next.
     """
     stages, chunks = layout.config.parallel.pipeline, layout.config.parallel.virtual_pipeline
     ahead = stages - stage - 1
@@ -189,7 +190,7 @@ def mlp_bytes(layout: Layout) -> int:
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
-    """The mixers' own `activation_bytes` / T (rows that all units share: whole), copies into unit order, and what context parallelism adds."""
+    """The mixers' own `activation_bytes` / T (rows that all units share: whole), copies into unit order, what context parallelism adds."""
     model, tensor, tokens, element = layout.config.model, layout.config.parallel.tensor, layout.local_tokens, layout.element
     order = UnitOrder(model, layer.groups)
     shared = order.shared * tokens * element

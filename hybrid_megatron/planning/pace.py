@@ -6,7 +6,7 @@ from hybrid_megatron.platform.device import peak_flops_of
 
 DEVICE = "NVIDIA H200"
 MEASURED_MFU = 0.30
-"""776m+gdn_nope_lh+pretrain_4k on one H200 had 30.1%, 776m+rope+pretrain_4k 33.5% (README.md); nothing over several GPUs is measured yet."""
+"""776m+gdn_nope_lh+pretrain_4k on one H200 had 30.1%, 776m+rope+pretrain_4k 33.5% (README.md); several GPUs are not measured yet."""
 
 EXPECTED = "as measured with 776m on one H200, less recomputation and waiting of pipeline stages; several GPUs are not measured"
 

@@ -15,7 +15,7 @@ and for each number of GPUs, by that number as text; null where the recipe's own
   memory_gib_per_gpu    peak, moment (of the peak), stage (that needs most), its parts, device (139), usable, fits; stages: the same of all
   communication_gib_per_step   sent by the busiest GPU, by kind: gradients, parameters, tensor, context, pipeline
   time                  device, peak_flops, mfu, mfu_from, tokens_per_second_per_gpu, step_seconds, hours, gpu_hours
-  layouts               possible ones, null never: tensor, context, pipeline, data, micro_batches, memory_gib, fits
+  layouts               all that are possible, the recipe being as it is otherwise: tensor, context, pipeline, data, micro_batches, memory_gib, fits
   suggestion            overrides to paste, recompute, sizes, micro_batch, memory_gib, hours; null if none fits
 """
 
@@ -72,8 +72,8 @@ def all_problems(plan: dict) -> list[str]:
 
 
 def schedule_points(config: RunConfig, count: int = 5) -> list[dict]:
-    """Step (1-based), tokens at its end, learning rate and tokens of the batch: the first step, the first full batch, the end of the warm-up,
-    and evenly from there to the last step."""
+    """Step (1-based), tokens at its end, learning rate and tokens of the batch: of the first step, the first full batch, the end of the
+    warm-up, and evenly from there to the last step."""
     batches, last = config.batch_plan, config.num_steps - 1
     warm = min(max(batches.steps_within(config.schedule.warmup_tokens) - 1, 0), last)
     full = min(batches.phases[-1].first_step, last)

@@ -24,7 +24,7 @@ def plot_schedule(config: RunConfig, path: Path) -> None:
     above.plot(tokens, [learning_rate(config, step) for step in steps])
     above.set(ylabel="learning rate", title=config.name)
     below.step(tokens, [batches.batch_tokens(step) / 1e3 for step in steps], where="post")
-    below.set(xlabel="tokens (billions)", ylabel="batch (thousands of tokens)", ylim=(0, None))
+    below.set(xlabel="tokens (billions)", ylabel="batch (k tokens)", ylim=(0, None))
     for axes in (above, below):
         axes.grid(alpha=0.3)
     try:

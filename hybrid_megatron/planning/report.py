@@ -105,7 +105,9 @@ def _on(plan: dict, count: str) -> list[str]:
         lines = [f"on {gpus}: not as the recipe stands", *(f"  {problem}" for problem in problems)]
     else:
         lines = [f"on {gpus}", *(f"  {line}" for line in _own_layout(plan, count))]
-    return lines + [f"  {line}" for line in [*_layouts(plan["layouts"][count]), *_suggestion(plan["suggestion"][count], gpus)]]
+    return lines + [
+        f"  {line}" for line in [*_layouts(plan["layouts"][count]), *_suggestion(plan["suggestion"][count], gpus, bool(problems))]
+    ]
 
 
 def _own_layout(plan: dict, count: str) -> Iterator[str]:
@@ -175,9 +177,10 @@ def _layouts(found: list[dict]) -> Iterator[str]:
         yield f"        and {len(found) - _LAYOUTS_SHOWN} more: --json"
 
 
-def _suggestion(suggestion: dict | None, gpus: str) -> Iterator[str]:
+def _suggestion(suggestion: dict | None, gpus: str, broken: bool) -> Iterator[str]:
     if suggestion is None:
-        yield _line("suggested", f"nothing: no layout of {gpus} fits this batch and memory")
+        why = "no layout keeps the rules above" if broken else f"no layout of {gpus} fits in memory"
+        yield _line("suggested", f"nothing: {why}")
         return
     words = " ".join(suggestion["overrides"]) or "the recipe as it stands"
     yield _line("suggested", words)

@@ -137,8 +137,8 @@ class LinearMixer(Mixer):
 
     @classmethod
     def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """With states: also q, k and v by chunk, the states between chunks and, where the transition is a matrix, what the second pass of the
-        recurrence takes for values, twice as wide."""
+        """With states: also q, k and v by chunk, the states between chunks and, where the transition is a matrix, the values of the pass
+        that makes summaries, twice as wide."""
         received = cls.context_bytes(model, group, context, parallel, element)
         if parallel.context == 1 or parallel.context_linear != "states":
             return received
