@@ -16,6 +16,7 @@ from hybrid_megatron.ops.linear_cross_entropy import CHUNK_ELEMENTS
 from hybrid_megatron.planning.layout import Layout
 
 GIB = 2**30
+OPTIMIZER_STEP = "optimizer step"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Memory:
     """Share of the distributed optimizer: 12 P / R under bf16 (master weights and two moments in float32), 8 P / R for parameters that are
     float32 themselves."""
     activations: int
-    """Kept for the backward pass by all micro-batches in flight."""
+    """Kept for the backward pass by all micro-batches in flight, and megatron-core's buffer under sequence parallelism."""
     context: int
     """Of them, what context parallelism adds: keys and values of other ranks, summaries, states."""
     in_flight: int
@@ -65,7 +66,7 @@ class Memory:
 
     def at(self, moment: str) -> int:
         """All that is in memory at a moment. The optimizer steps when no activation is left."""
-        activations = 0 if moment == "optimizer step" else self.activations
+        activations = 0 if moment == OPTIMIZER_STEP else self.activations
         return self.weights + self.gradients + self.optimizer + activations + self.moments[moment]
 
 
@@ -89,8 +90,8 @@ def _of_stage(layout: Layout, stage: int) -> Memory:
     if last:
         moments["loss"] = loss_bytes(layout)
     # The norm of the gradients is taken in float64, one parameter's share after the other.
-    moments["optimizer step"] = 8 * min(params.largest, -(-params.total // layout.shards))
-    activations = sum(count * bytes_ for count, bytes_ in zip(passes, kept))
+    moments[OPTIMIZER_STEP] = 8 * min(params.largest, -(-params.total // layout.shards))
+    activations = sum(count * bytes_ for count, bytes_ in zip(passes, kept)) + gathered_bytes(layout)
     context = 0
     if layout.config.train.recompute != "full":
         context = sum(count * sum(_context(layout, layer) for layer in chunk) for count, chunk in zip(passes, chunks))
@@ -162,6 +163,11 @@ def kept_by_chunk(layout: Layout, layers: Iterable[Layer]) -> int:
     """Of one micro-batch, for the backward pass of the chunk: its layers', and what a pipeline stage hands on (h t e / S)."""
     handed_on = _residual(layout) if layout.config.parallel.pipeline > 1 else 0
     return handed_on + sum(kept_by_layer(layout, layer) for layer in layers)
+
+
+def gathered_bytes(layout: Layout) -> int:
+    """The one buffer, h t e, into which megatron-core gathers the inputs of projections under sequence parallelism; it stays."""
+    return _residual(layout) * layout.residual_share if layout.config.parallel.sequence else 0
 
 
 def kept_by_layer(layout: Layout, layer: Layer) -> int:

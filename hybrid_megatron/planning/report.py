@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from hybrid_megatron.planning.memory import OPTIMIZER_STEP
+
 _LAYOUTS_SHOWN = 12
 _GROUPS_SHOWN = 4
 
@@ -124,7 +126,7 @@ def _own_layout(plan: dict, count: str) -> Iterator[str]:
     parts = ", ".join(f"{part} {memory[part]:.2f}" for part in ("weights", "gradients", "optimizer", "activations"))
     where = f" on stage {memory['stage']}" if len(memory["stages"]) > 1 else ""
     need = memory["moments"][memory["moment"]] - sum(memory[part] for part in ("weights", "gradients", "optimizer"))
-    if memory["moment"] != "optimizer step":
+    if memory["moment"] != OPTIMIZER_STEP:
         need -= memory["activations"]
     verdict = "fits" if memory["fits"] else f"DOES NOT FIT in the {memory['usable']:.0f} usable"
     yield _line("memory", f"{memory['peak']:.1f} GiB of {memory['device']:.0f}, its peak at: {memory['moment']}{where}; {verdict}")
