@@ -15,7 +15,7 @@ and for each number of GPUs, by that number as text; null where the recipe's own
   memory_gib_per_gpu    peak, moment (of the peak), stage (that needs most), its parts, device (139), usable, fits; stages: the same of all
   communication_gib_per_step   sent by the busiest GPU, by kind: gradients, parameters, tensor, context, pipeline
   time                  device, peak_flops, mfu, mfu_from, tokens_per_second_per_gpu, step_seconds, hours, gpu_hours
-  layouts               all that are possible, the recipe being as it is otherwise: tensor, context, pipeline, data, micro_batches, memory_gib, fits
+  layouts               all in which the recipe runs: tensor, context, pipeline, data, micro_batches, memory_gib, fits
   suggestion            overrides to paste, recompute, sizes, micro_batch, memory_gib, hours; null if none fits
 """
 
