@@ -1,8 +1,8 @@
 """The batch of every step: full from the first step on, or growing over the first tokens of the run.
 
-The batch starts at `start_batch_tokens` and grows in steps of that size to `batch_tokens`, linearly over `batch_warmup_tokens` (the rule of
-Megatron-LM's --rampup-batch-size): of its k = batch_tokens / start_batch_tokens sizes, each but the last is used for 1 / (k - 1) of the
-warm-up, that is, a step that begins after t tokens has
+The batch starts at `start_batch_tokens` and grows in steps of that size to `batch_tokens`, linearly over `batch_warmup_tokens`: of its
+k = batch_tokens / start_batch_tokens sizes, each but the last is used for 1 / (k - 1) of the warm-up (as by Megatron-LM's
+--rampup-batch-size, the start being the increment). That is, a step that begins after t tokens has
 
     start_batch_tokens * (1 + floor((k - 1) t / batch_warmup_tokens)) tokens, at most batch_tokens.
 

@@ -190,8 +190,8 @@ class ScheduleConfig:
 
     warmup_tokens: int = MISSING
     shape: str = "cosine"
-    """cosine or linear: down to `min_lr` at the end of the token budget. constant: stays at the peak. wsd (warm-up, stable, decay): stays at the
-    peak, and falls linearly to `min_lr` over the last `decay_tokens`."""
+    """cosine or linear: down to `min_lr` at the end of the token budget. constant: stays at the peak. wsd (warm-up, stable, decay): stays
+    at the peak, and falls linearly to `min_lr` over the last `decay_tokens`."""
     decay_tokens: Optional[int] = None
     """wsd: tokens of its last, falling part."""
     min_lr: float = 0.0

@@ -22,12 +22,12 @@ def schedule_problems(config: RunConfig) -> Iterator[str]:
     yield from _decay(config)
     if schedule.start_batch_tokens is not None and not schedule.batch_warmup_tokens:
         yield (
-            f"schedule.start_batch_tokens={schedule.start_batch_tokens}: it needs schedule.batch_warmup_tokens, over which the batch grows; "
+            f"schedule.start_batch_tokens={schedule.start_batch_tokens}: it needs batch_warmup_tokens, over which the batch grows; "
             "set both or neither"
         )
     if schedule.start_batch_tokens is None and schedule.batch_warmup_tokens:
         yield (
-            f"schedule.batch_warmup_tokens={schedule.batch_warmup_tokens}: it needs schedule.start_batch_tokens, from which the batch grows; "
+            f"schedule.batch_warmup_tokens={schedule.batch_warmup_tokens}: it needs start_batch_tokens, from which the batch grows; "
             "set both or neither"
         )
     if schedule.batch_warmup_tokens >= tokens:
@@ -91,5 +91,5 @@ def _start_batch(config: RunConfig, data: int) -> Iterator[str]:
     yield (
         f"schedule.start_batch_tokens={start}: the batch grows in steps of it, so it must be less than train.batch_tokens="
         f"{train.batch_tokens}, divide it, and be a multiple of {' * '.join(factors)} = {' * '.join(map(str, factors.values()))}; "
-        + (f"use one of {', '.join(map(str, possible))}" if possible else "lower train.micro_batch, or leave it out")
+        + (f"use one of {', '.join(map(str, possible))}" if possible else "none is; lower train.micro_batch or the data-parallel ranks")
     )

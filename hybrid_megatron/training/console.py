@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hybrid_megatron import platform
 from hybrid_megatron.checkpoint.store import Progress
-from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.config.schema import RunConfig, ScheduleConfig
 from hybrid_megatron.model.accounting import Accounts
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import plan_layers
@@ -38,15 +38,17 @@ class Console:
             f"= {state.data} data ranks x {micro_batches} micro-batches of {train.micro_batch}"
         )
         if config.schedule.start_batch_tokens is not None:
-            phases = config.batch_plan.phases
+            first, *_, full = config.batch_plan.phases
             self.say(
-                f"           that full from step {phases[-1].first_step + 1:,} on; before, it grows from {phases[0].batch_tokens:,} in steps of "
-                f"{config.schedule.start_batch_tokens:,} over {config.schedule.batch_warmup_tokens:,} tokens"
+                f"           growing from {first.batch_tokens:,} tokens in steps of that over the first "
+                f"{config.schedule.batch_warmup_tokens:,}, full from step {full.first_step + 1:,} on"
             )
         if platform.is_cuda() and any(MIXERS[mixer].needs_fla for mixer in plan_layers(config).mixers):
             self.say("kernels    the first step tunes Triton kernels that this machine has not run yet: up to a few minutes, once")
-        self.say(f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up")
-        self.say(f"schedule   {_course(config)}")
+        self.say(
+            f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up to "
+            f"a learning rate of {config.optimizer.peak_lr:.2e}, then {_course(config.schedule)}"
+        )
 
     def resumed(self, checkpoint: Path, progress: Progress) -> None:
         self.say(f"resumed    {checkpoint.name} ({progress.tokens:,} tokens), written by layout {_sizes(progress.layout)}")
@@ -103,14 +105,13 @@ class Console:
         return ", ".join(words)
 
 
-def _course(config: RunConfig) -> str:
-    """The learning rate in words."""
-    schedule, optimizer = config.schedule, config.optimizer
-    falls = {
-        "constant": "constant",
-        "wsd": f"constant, and linear to {schedule.min_lr:.2e} over the last {schedule.decay_tokens or 0:,} tokens",
-    }
-    return f"learning rate {optimizer.peak_lr:.2e}, then {falls.get(schedule.shape, f'{schedule.shape} to {schedule.min_lr:.2e}')}"
+def _course(schedule: ScheduleConfig) -> str:
+    """What the learning rate does after its warm-up."""
+    if schedule.shape == "constant":
+        return "constant"
+    if schedule.shape == "wsd":
+        return f"constant, and linear to {schedule.min_lr:.2e} over the last {schedule.decay_tokens:,} tokens"
+    return f"{schedule.shape} to {schedule.min_lr:.2e}"
 
 
 def _sizes(layout: dict[str, int]) -> str:

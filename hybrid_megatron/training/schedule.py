@@ -15,9 +15,10 @@ _FALLS = {
 def learning_rate(config: RunConfig, step: int) -> float:
     """Learning rate of step `step` (0-based), for every shape by the tokens seen at the step's end.
 
-    So the first step has, with b tokens a step and w of warm-up, b / w of `optimizer.peak_lr` and not 0; the step that ends with the
+    Hence the first step has, with b tokens a step and w of warm-up, b / w of `optimizer.peak_lr` and not 0; the step that ends with the
     warm-up has the peak; and the last one has `schedule.min_lr` itself. cosine and linear fall from the end of the warm-up to the end of
-    the last step, wsd over the last `schedule.decay_tokens` before that, constant never. A token budget counts as rounded up to whole steps.
+    the last step, wsd over the last `schedule.decay_tokens` before that, constant never. So a token budget that is no multiple of the batch
+    counts as rounded up to whole steps.
     """
     schedule, peak, low = config.schedule, config.optimizer.peak_lr, config.schedule.min_lr
     tokens, total = config.batch_plan.tokens(step + 1), config.batch_plan.total_tokens

@@ -41,7 +41,9 @@ def loss_and_gradients(words: list[str], at_step: int = 0) -> tuple[float, list[
         stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        loss, _, _ = step_module._run_schedule(config, wrapped, stream.step(at_step), stream.micro_batches(at_step), state, forward_only=False)
+        loss, _, _ = step_module._run_schedule(
+            config, wrapped, stream.step(at_step), stream.micro_batches(at_step), state, forward_only=False
+        )
         parameters = _shards(chunks, state)
         with torch.no_grad():
             for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):

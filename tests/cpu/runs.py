@@ -81,6 +81,30 @@ def _command_with(words: list[str], how: dict) -> Ended:
     return command(words, **how)
 
 
+def train_and_watch(ranks: Ranks, size: int, words: list[str], **how) -> tuple[Ended, dict[int, list[bytes]]]:
+    """`train`, and the samples that the ranks computed in each step (0-based), in their order."""
+    answers = ranks.run(size, _watched, words, how)
+    seen: dict[int, list[bytes]] = {}
+    for _, samples in answers:  # ranks of one data-parallel group take consecutive parts
+        for step, sample in samples:
+            seen.setdefault(step, []).append(sample)
+    return answers[0][0], seen
+
+
+def _watched(words: list[str], how: dict) -> tuple[Ended, list[tuple[int, bytes]]]:
+    from hybrid_megatron.data import BatchStream
+
+    plain, samples = BatchStream.step, []
+
+    def step(stream, number):
+        for batch in plain(stream, number):
+            samples.extend((number, row.numpy().tobytes()) for row in batch.tokens)
+            yield batch
+
+    with unittest.mock.patch.object(BatchStream, "step", step):
+        return command(words, **how), samples
+
+
 @contextlib.contextmanager
 def _signal_in_step(stop: tuple[int, int, str] | None) -> Iterator[None]:
     from hybrid_megatron.training import loop

@@ -60,7 +60,7 @@ def test_broken_rules_are_said_by_rank_0_alone_and_all_at_once(ranks, tiny_data,
     run = tmp_path / "run"
     ended = train(ranks, 2, tiny_words(tiny_data, f"run_dir={run}", "parallel.tensor=3", "optimizer.beta2=0.9", "schedule.min_lr=1"))
     assert ended.code == 2
-    assert [line.split(":")[0] for line in ended.errors] == ["parallel.tensor=3"] * 3 + ["schedule.min_lr=1.0", "parallel"]
+    assert [line.split(":")[0] for line in ended.errors] == ["parallel.tensor=3"] * 4 + ["schedule.min_lr=1.0", "parallel"]
     assert not run.exists()
 
 

@@ -202,11 +202,11 @@ RULES = {
     ),
     "growing batch without end": (
         ["schedule.start_batch_tokens=128"],
-        ["schedule.start_batch_tokens=128: it needs schedule.batch_warmup_tokens, over which the batch grows; set both or neither"],
+        ["schedule.start_batch_tokens=128: it needs batch_warmup_tokens, over which the batch grows; set both or neither"],
     ),
     "growing batch without start": (
         ["schedule.batch_warmup_tokens=1024"],
-        ["schedule.batch_warmup_tokens=1024: it needs schedule.start_batch_tokens, from which the batch grows; set both or neither"],
+        ["schedule.batch_warmup_tokens=1024: it needs start_batch_tokens, from which the batch grows; set both or neither"],
     ),
     "batch that grows longer than the run": (
         ["schedule.start_batch_tokens=128", "schedule.batch_warmup_tokens=10240"],
@@ -276,7 +276,11 @@ START_BATCHES = {
     "half a micro-batch": (1, ["schedule.start_batch_tokens=64"], "64 * 2 * 1; use one of 128, 256, 384, 512, 768"),
     "half a sample": (1, ["schedule.start_batch_tokens=96"], "64 * 2 * 1; use one of 128, 256, 384, 512, 768"),
     "data 2": (2, ["schedule.start_batch_tokens=128"], "64 * 2 * 2; use one of 256, 512, 768"),
-    "data 2, micro-batch 12": (2, ["schedule.start_batch_tokens=128", "train.micro_batch=12"], "64 * 12 * 2; lower train.micro_batch"),
+    "data 2, micro-batch 12": (
+        2,
+        ["schedule.start_batch_tokens=128", "train.micro_batch=12"],
+        "64 * 12 * 2; none is; lower train.micro_batch or",
+    ),
 }
 
 

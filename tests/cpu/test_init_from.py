@@ -18,7 +18,7 @@ from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.schedule import learning_rate
 from tests.cpu import cells
 from tests.cpu.reference_model import reference_loss
-from tests.cpu.runs import checkpoints, computed, snapshot, tensors, train
+from tests.cpu.runs import checkpoints, computed, contents, equal, snapshot, tensors, train, train_and_watch
 from tests.cpu.test_parity import LAYOUTS, first_batch
 from tests.cpu.tiny import tiny_words
 
@@ -207,3 +207,88 @@ def test_damaged_checkpoint(ranks, tiny_data, tmp_path, origin, damage, size):
     said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", f"init_from={tmp_path / 'origin'}"), size)
     assert said.startswith(f"init_from={folder}/") and said.endswith("; give another checkpoint")
     assert ("damaged, its contents are not those" if damage == "changed" else "not readable (No such file or directory)") in said
+
+
+PATTERN = "pattern=[{mixer: swa}, {mixer: attention, position: rope}, {mixer: gdn}, {mixer: attention, position: nope}]"
+PRETRAIN = [
+    PATTERN, "model.swa.window=8", "model.init_std=0.2", "train.tokens=3072", "schedule.start_batch_tokens=256",
+    "schedule.batch_warmup_tokens=1024",
+]  # fmt: skip
+EXTEND = [
+    PATTERN, "model.swa.window=32", "model.init_std=0.2", "model.attention.rope_base=500000",
+    "train.context=256", "train.batch_tokens=1024", "train.micro_batch=1", "train.tokens=6144",
+    "optimizer.weight_decay=0", "optimizer.peak_lr=1e-3",
+    "schedule.shape=wsd", "schedule.warmup_tokens=2048", "schedule.decay_tokens=2048", "checkpoint.interval_steps=100",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stages(ranks, tiny_data, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder of a finished first stage, and the words of a second without `run_dir` and `init_from`, on other data."""
+    folder = tmp_path_factory.mktemp("stages")
+    assert train(ranks, 2, tiny_words(tiny_data, f"run_dir={folder / 'pretrain'}", *PRETRAIN)).code == 0
+    second = tiny_words(tiny_data, f"data.train={tiny_data / 'valid'}", f"data.cache_dir={folder / 'cache'}", *EXTEND)
+    build_index_caches(load_recipe([*second, "run_dir=unused"]))
+    return folder / "pretrain", second
+
+
+@pytest.fixture(scope="module")
+def extended(ranks, stages, tmp_path_factory) -> tuple[Path, dict[int, list[bytes]]]:
+    """The second stage, begun from the first and not stopped, and the samples of its steps."""
+    pretrain, second = stages
+    run = tmp_path_factory.mktemp("extended") / "run"
+    ended, seen = train_and_watch(ranks, 1, [*second, f"run_dir={run}", f"init_from={pretrain}"])
+    assert ended.code == 0 and "(3,072 tokens), its parameters alone" in ended.out
+    return run, seen
+
+
+def test_a_second_stage_has_its_own_rates_and_data(ranks, tmp_path, stages, extended):
+    """As its recipe alone would have them; only the losses are those of the parameters it began from."""
+    pretrain, second = stages
+    run, seen = extended
+    ended, expected = train_and_watch(ranks, 1, [*second, f"run_dir={tmp_path / 'alone'}"])
+    assert ended.code == 0 and seen == expected
+    alone, metrics = computed(tmp_path / "alone"), computed(run)
+    assert [(line["tokens"], line["lr"]) for line in metrics] == [(line["tokens"], line["lr"]) for line in alone]
+    assert [line["lr"] for line in metrics] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 5e-4, 0], rel=1e-12)
+    config = load_recipe([*second, "run_dir=unused"])
+    assert seen[0] == [row.numpy().tobytes() for row in first_batch(config)[0]]
+    began_from = {key: value for key, value in tensors(checkpoint_at(pretrain)).items() if not key.startswith("optimizer.")}
+    loss = first_loss(config, began_from)
+    assert abs(metrics[0]["loss"] - loss) <= 1e-5 and abs(alone[0]["loss"] - loss) > 1e-2
+    for other in ("model.swa.window=8", "model.attention.rope_base=10000"):
+        assert abs(first_loss(load_recipe([*second, "run_dir=unused", other]), began_from) - loss) > 1e-4, other
+
+
+def test_a_second_stage_resumes_bitwise(ranks, tmp_path, stages, extended):
+    pretrain, second = stages
+    whole, expected = extended
+    words = [*second, f"run_dir={tmp_path / 'run'}", f"init_from={pretrain}"]
+    ended, before = train_and_watch(ranks, 1, words, stop=(3, 0, "SIGTERM"))
+    assert ended.code == 143
+    ended, after = train_and_watch(ranks, 1, words)
+    assert ended.code == 0 and "resumed    step_00000003 (3,072 tokens)" in ended.out
+    assert list(before) == [0, 1, 2] and before | after == expected
+    assert computed(tmp_path / "run") == computed(whole)
+    final, other = (contents(run / "checkpoints/step_00000006") for run in (tmp_path / "run", whole))
+    assert equal(final, other)
+
+
+def test_a_second_stage_does_not_resume_as_another(ranks, tiny_data, stages, extended):
+    """Model, data, batch and schedule: every difference is said, and nothing changes."""
+    pretrain, second = stages
+    run, _ = extended
+    before = snapshot(run)
+    changes = ["model.swa.window=64", "train.context=64", "train.batch_tokens=512", "schedule.decay_tokens=1024", "data.document_mask=true"]
+    ended = train(ranks, 1, [*second, f"run_dir={run}", f"init_from={pretrain}", *changes, f"data.train={tiny_data / 'train'}"])
+    assert ended.code == 2
+    assert ended.errors[:5] == [
+        "data.document_mask: this run has False, the recipe now says True",
+        "model.swa.window: this run has 32, the recipe now says 64",
+        "schedule.decay_tokens: this run has 2048, the recipe now says 1024",
+        "train.batch_tokens: this run has 1024, the recipe now says 512",
+        "train.context: this run has 256, the recipe now says 64",
+    ]
+    assert ended.errors[5].startswith("data.train: this run has data of fingerprint ")
+    assert ended.errors[6].startswith(f"run_dir={run}: a run resumes only with the settings it began with")
+    assert len(ended.errors) == 7 and snapshot(run) == before

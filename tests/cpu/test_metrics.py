@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_megatron.checkpoint.store import read_progress
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.data import open_dataset
 from hybrid_megatron.model.accounting import account
@@ -56,6 +57,28 @@ def test_values_are_true(done, tiny_data):
         assert 0 <= line["data_seconds"] < line["step_seconds"]
         assert 0.1 < line["peak_memory_gib"] < 10
         assert line["loss"] == pytest.approx(line["lm_loss"], abs=1e-5), "no token weights"
+
+
+def test_tokens_and_speed_of_a_growing_batch(ranks, tiny_data, tmp_path):
+    """Of two samples a rank in the first step; validation, checkpoints and what is said count tokens too."""
+    run = tmp_path / "run"
+    grows = ["schedule.start_batch_tokens=256", "schedule.batch_warmup_tokens=600", "schedule.warmup_tokens=1500", "train.tokens=2048"]
+    ended = train(ranks, 2, tiny_words(tiny_data, f"run_dir={run}", *grows, "validation.interval_steps=100"))
+    lines = cells.run_folder_metrics(run)
+    assert ended.code == 0 and [line["tokens"] for line in lines] == [256, 512, 768, 1280, 1792, 2304]
+    before = 0
+    for line in lines:
+        rate = (line["tokens"] - before) / line["step_seconds"] / 2
+        assert line["tokens_per_second_per_gpu"] == pytest.approx(rate, rel=1e-9)
+        before = line["tokens"]
+    assert [line["lr"] for line in lines[:4]] == pytest.approx([3e-3 * tokens / 1500 for tokens in (256, 512, 768, 1280)], rel=1e-12)
+    assert lines[-1]["lr"] == 0 and "validation_loss" in lines[-1]
+    assert read_progress(run / "checkpoints/step_00000006").tokens == 2304
+    assert "growing from 256 tokens in steps of that over the first 600, full from step 4 on" in ended.out
+    assert (
+        "steps      6 for 2,048 tokens, the first 1,500 of them warm-up to a learning rate of 3.00e-03, then cosine to 0.00e+00"
+        in ended.out
+    )
 
 
 def test_retention(done):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybrid_megatron.data import BatchStream, open_dataset
-from tests.cpu.runs import checkpoints, computed, contents, equal, tensors, train
+from tests.cpu.runs import checkpoints, computed, contents, equal, tensors, train, train_and_watch
 from tests.cpu.test_parity import LAYOUTS
 from tests.cpu.tiny import tiny_config, tiny_words
 from tests.cpu.zoo import MIXED
@@ -179,3 +179,54 @@ def test_all_mixers_move_between_layouts(ranks, tiny_data, tmp_path, one_process
 @pytest.mark.parametrize("model", ["all mixers, LH", "all options, HH"])
 def test_further_models_of_all_mixers_move_between_layouts(ranks, tiny_data, tmp_path, one_process_of, model, first, second):
     check_move(ranks, tiny_data, tmp_path / "run", one_process_of(model), first, second, *MIXED[model])
+
+
+# Six steps of four samples, then seven of eight, over a dataset of some thirty.
+GROWS = ["schedule.start_batch_tokens=256", "schedule.batch_warmup_tokens=1536", "train.tokens=5120"]
+
+
+@pytest.fixture(scope="module")
+def growing(ranks, tiny_data, tmp_path_factory) -> tuple[Path, dict[int, list[bytes]]]:
+    """A run on one process that does not stop, and the samples of its steps."""
+    run = tmp_path_factory.mktemp("growing") / "run"
+    ended, seen = train_and_watch(ranks, 1, words(tiny_data, run, "one process", *GROWS))
+    assert ended.code == 0 and [len(seen[step]) for step in range(13)] == [4] * 6 + [8] * 7
+    return run, seen
+
+
+@pytest.mark.parametrize(
+    "first, second, stop",
+    [
+        ("one process", "one process", 4),
+        ("data 2", "one process", 4),
+        ("one process", "data 2", 7),
+        ("data 2", "pipeline 2 x virtual 2", 4),
+    ],
+)
+def test_resume_of_a_growing_batch(ranks, tiny_data, tmp_path, growing, first, second, stop):
+    """The same samples in the same steps, stopped while it grows or after; the schedule of stages takes fewer micro-batches at first."""
+    whole, expected = growing
+    run = tmp_path / "run"
+    ended, before = train_and_watch(ranks, HERE[first][0], words(tiny_data, run, first, *GROWS), stop=(stop, 0, "SIGTERM"))
+    assert ended.code == 143 and checkpoints(run) == [f"step_{stop:08d}"]
+    ended, after = train_and_watch(ranks, HERE[second][0], words(tiny_data, run, second, *GROWS))
+    assert ended.code == 0 and f"resumed    step_{stop:08d} ({256 * min(stop, 6) + 512 * max(0, stop - 6):,} tokens)" in ended.out
+    if "pipeline" not in second:  # whose two stages both read
+        assert list(before) == list(range(stop)) and before | after == expected
+    final, straight_on = (tensors(path / "checkpoints/step_00000013") for path in (run, whole))
+    if first == second:
+        assert computed(run) == computed(whole) and equal(final, straight_on)
+    for mine, theirs in zip(computed(run), computed(whole), strict=True):
+        assert mine["lr"] == theirs["lr"] and mine["tokens"] == theirs["tokens"]
+        assert abs(mine["loss"] - theirs["loss"]) <= 1e-5, mine["step"]
+    for key, expected_value in straight_on.items():
+        assert float((final[key] - expected_value).norm()) <= 1e-4 * float(expected_value.norm()), key
+
+
+def test_a_layout_that_the_first_batch_does_not_fit_is_refused(ranks, tiny_data, tmp_path, growing):
+    """Four samples of the first steps, on four data ranks of two each; with a smaller micro-batch they may."""
+    run, _ = growing
+    ended = train(ranks, 4, words(tiny_data, run, "data 4", *GROWS))
+    assert ended.code == 2 and ended.errors[0].startswith("schedule.start_batch_tokens=256: the batch grows in steps of it")
+    assert ended.errors[0].endswith("= 64 * 2 * 4; none is; lower train.micro_batch or the data-parallel ranks")
+    assert train(ranks, 4, words(tiny_data, run, "data 4", *GROWS, "train.micro_batch=1")).code == 0
