@@ -5,6 +5,7 @@ import sys
 
 COMMANDS = {
     "train": "train a recipe, from the newest checkpoint in its run folder if there is one",
+    "plan": "say what a recipe will be and take on so many GPUs, without a GPU",
     "evaluate": "measure loss by position and perplexity of a trained run, at its training length and beyond",
     "quickstart": "prepare a small real corpus and train recipes/quickstart.yaml on it",
 }

@@ -1,9 +1,12 @@
 """Recipe -> RunConfig: fragments joined by `+`, their `bases` beneath them, overrides `a.b=c` on top. And settings `a.b=c` alone, for
 commands that have settings of their own.
 
-A word of a recipe is either the path of a YAML file or the name of a fragment in `recipes/`, `recipes/models`, `recipes/patterns` or
-`recipes/stages`. Later words lay over earlier ones. A file may list `bases:`, names or paths that are laid beneath every word.
-Unknown keys and wrong types are collected over all files and overrides and reported together.
+A word of a recipe is either the path of a YAML file or the name of a fragment in `recipes/`, `recipes/models`, `recipes/patterns`,
+`recipes/stages` or `recipes/variants`. Later words lay over earlier ones. A file may list `bases:`, names or paths that are laid beneath
+every word. STUDY:RUN is a run of a study (studies.py). Unknown keys and wrong types are collected over all files and overrides and reported
+together.
+
+A value may follow others: `${times:${model.hidden_size},7,2}` is hidden size * 7 / 2, rounded down.
 """
 
 import dataclasses
@@ -22,20 +25,36 @@ from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-_FOLDERS = ("", "models", "patterns", "stages")
+FOLDERS = ("", "models", "patterns", "stages", "variants")
 
 
-def load_recipe(words: list[str]) -> RunConfig:
+def _times(value: int, numerator: int, denominator: int) -> int:
+    return value * numerator // denominator
+
+
+OmegaConf.register_resolver("times", _times)
+
+
+def load_recipe(words: list[str], beneath: dict | None = None) -> RunConfig:
     """Read a recipe as typed on a command line, e.g. ["776m+gdn_nope_lh+pretrain_4k", "parallel.tensor=2"].
 
-    The first word is the recipe, the others are overrides. Raises ConfigError with every unknown key, wrong type and missing value.
-    Rules between settings are checked by `validate`, which also needs the number of processes.
+    The first word is the recipe, or STUDY:RUN, the others are overrides; `beneath`, a tree of settings, lies under every file, for a caller
+    that can do without some of them. Raises ConfigError with every unknown key, wrong type and missing value. Rules between settings are
+    checked by `validate`, which also needs the number of processes.
     """
     if not words:
         raise ConfigError("no recipe given: name a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k")
+    if _names_a_run(words[0]):
+        from hybrid_megatron.config.studies import find_run  # here, since studies are made of recipes
+
+        words = [*find_run(words[0]).arguments(), *words[1:]]
     recipe, overrides = words[0], words[1:]
-    files = [(path.name, _read_yaml(path)) for path in _files_of(recipe)]
+    files = [("defaults", beneath or {})] + [(path.name, read_yaml(path)) for path in _files_of(recipe)]
     return _filled(RunConfig, files + _read_overrides(overrides), recipe, lambda merged: _name_the_run(merged, recipe, overrides))
+
+
+def _names_a_run(word: str) -> bool:
+    return ":" in word and "/" not in word and not Path(word).is_file()
 
 
 def load_settings[Settings](schema: type[Settings], words: list[str]) -> Settings:
@@ -63,6 +82,17 @@ def _filled[Settings](schema: type[Settings], layers: list[tuple[str, dict]], ca
         raise ConfigError(f"{getattr(error, 'full_key', None) or called}: {str(error).splitlines()[0]}") from None
 
 
+def override_problems(schema: type, words: list[str]) -> list[str]:
+    """What is wrong with each of the overrides `words` by itself: its form, its key, its type."""
+    problems = []
+    for word in words:
+        try:
+            problems += _type_problems(_read_override(word), schema, f"override {word}", schema)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
 def save_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as YAML; `load_recipe([str(path)])` reads it back unchanged."""
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
@@ -86,14 +116,14 @@ def _words_of(recipe: str) -> list[str]:
 
 def _files_of(recipe: str) -> list[Path]:
     """The files a recipe is made of, undermost first, each once: all bases, then the words in order."""
-    words = [_find(word) for word in _words_of(recipe)]
+    words = [find_fragment(word) for word in _words_of(recipe)]
     bases: list[Path] = []
 
     def lay_under(path: Path, beneath: tuple[Path, ...]) -> None:
         if path in beneath:
             raise ConfigError(f"bases of {path.name} lead back to itself: {' -> '.join(p.name for p in (*beneath, path))}; remove one")
-        for name in _read_yaml(path, with_bases=True).get("bases") or []:
-            base = _find(str(name), beside=path.parent)
+        for name in read_yaml(path, with_bases=True).get("bases") or []:
+            base = find_fragment(str(name), beside=path.parent)
             lay_under(base, (*beneath, path))
             if base not in bases:
                 bases.append(base)
@@ -103,21 +133,23 @@ def _files_of(recipe: str) -> list[Path]:
     return [base for base in bases if base not in words] + words
 
 
-def _find(word: str, beside: Path | None = None) -> Path:
+def find_fragment(word: str, beside: Path | None = None) -> Path:
+    """The file of one word of a recipe. Raises ConfigError if there is none, with the nearest name."""
     if word.endswith((".yaml", ".yml")) or "/" in word:
         for folder in filter(None, (beside, Path())):
             if (folder / word).is_file():
                 return (folder / word).resolve()
         raise ConfigError(f"recipe file {word} does not exist; give the path of a YAML file or fragment names from {RECIPES.name}/")
-    for folder in _FOLDERS:
+    for folder in FOLDERS:
         path = RECIPES / folder / f"{word}.yaml"
         if path.is_file():
             return path
-    known = sorted(path.stem for folder in _FOLDERS for path in (RECIPES / folder).glob("*.yaml"))
-    raise ConfigError(f"recipe fragment {word!r} is not known{_suggest(word, known)}; fragments are {', '.join(known)}")
+    known = sorted(path.stem for folder in FOLDERS for path in (RECIPES / folder).glob("*.yaml"))
+    raise ConfigError(f"recipe fragment {word!r} is not known{nearest(word, known)}; recipes/README.md lists all fragments")
 
 
-def _read_yaml(path: Path, with_bases: bool = False) -> dict:
+def read_yaml(path: Path, with_bases: bool = False) -> dict:
+    """A file's mapping as plain data. Raises ConfigError."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
@@ -190,6 +222,12 @@ def _type_problems(value, expected, where: str, schema: type, key: str = "") -> 
 
 def _fields(cls) -> dict[str, type]:
     return typing.get_type_hints(cls)
+
+
+def nearest(word: str, known) -> str:
+    """'; did you mean X?' for the nearest known name, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> str:

@@ -317,6 +317,14 @@ class EvaluationConfig:
 
 
 @dataclass
+class LogitBaseConfig(EvaluationConfig):
+    """`python -m launch choose-logit-base`: an evaluation at one length for each candidate; `lengths` counts only by its longest."""
+
+    candidates: list[float] = field(default_factory=lambda: [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000])
+    """Bases a of inference.logit_scale=hype that are compared."""
+
+
+@dataclass
 class RunConfig:
     """One recipe is one stage is one run folder."""
 

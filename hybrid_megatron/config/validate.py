@@ -17,14 +17,19 @@ PRECISIONS = ("bf16", "fp32")
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Raise ConfigError naming every rule that `config` breaks when run on `world_size` processes."""
-    basic = [problem for rule in (_positive, _choices) for problem in rule(config)]
+    basic = basic_problems(config)
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, tensor_problems, _sequence, _context, pipeline_problems, schedule_problems, longce_problems)
+    rules = (_layers, tensor_problems, _sequence, context_problems, pipeline_problems, schedule_problems, longce_problems)
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def basic_problems(config: RunConfig) -> list[str]:
+    """Numbers that are out of range and words that are none of the allowed: nothing can be computed from them."""
+    return [problem for rule in (_positive, _choices) for problem in rule(config)]
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
@@ -138,7 +143,7 @@ def sequence_alone(parallel: ParallelConfig) -> Iterator[str]:
         yield "parallel.sequence=true: it splits over the tensor ranks and parallel.tensor=1; leave it out or raise parallel.tensor"
 
 
-def _context(config: RunConfig) -> Iterator[str]:
+def context_problems(config: RunConfig) -> Iterator[str]:
     size, context = config.parallel.context, config.train.context
     if size > 1 and context % (2 * size):
         yield f"parallel.context={size}: each rank takes two chunks, so train.context={context} must be a multiple of {2 * size}"

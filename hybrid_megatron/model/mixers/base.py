@@ -72,6 +72,16 @@ class Mixer(MegatronModule):
         """Parameters of the group beside the projections."""
 
     @classmethod
+    def whole_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        """Those of `inner_params` that every tensor rank holds whole; the others are split with the units."""
+        return 0
+
+    @classmethod
+    def float32_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        """Those of `inner_params` that are float32 in every precision; they are split with the units."""
+        return 0
+
+    @classmethod
     @abstractmethod
     def inner_flops(cls, model: ModelConfig, group: HeadGroup, tokens: int, context: int) -> int:
         """Forward FLOPs of the group beside the projections, for `tokens` tokens in samples of `context`. One multiply-add is two."""
@@ -92,6 +102,12 @@ class Mixer(MegatronModule):
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
         """What one context rank receives from others in the forward pass, for one sample of `context` tokens; `element` bytes an
         activation. The busiest rank's figure; the backward pass sends as much again."""
+
+    @classmethod
+    def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """What one context rank keeps for the backward pass beyond its share of `activation_bytes`, for one sample of `context` tokens:
+        what it received from others, unless the mixer says more."""
+        return cls.context_bytes(model, group, context, parallel, element)
 
     @classmethod
     def num_params(cls, model: ModelConfig, group: HeadGroup) -> int:

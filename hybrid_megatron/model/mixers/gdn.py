@@ -48,6 +48,10 @@ class GDN(LinearMixer):
     def inner_params(cls, model: ModelConfig, group: HeadGroup) -> int:
         return super().inner_params(model, group) + 2 * group.heads
 
+    @classmethod
+    def float32_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        return 2 * group.heads
+
     def __init__(self, config, model, group, parallel, ranks):
         super().__init__(config, model, group, parallel, ranks)
         self.A_log = self._parameter(self.local_heads, _draw_A_log, per_unit=True, dtype=torch.float32)

@@ -49,6 +49,10 @@ class GLA(LinearMixer):
         return super().inner_params(model, group) + group.heads * model.head_dim * (model.gla.gate_rank + 1)
 
     @classmethod
+    def float32_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        return group.heads * model.head_dim
+
+    @classmethod
     def inner_flops(cls, model: ModelConfig, group: HeadGroup, tokens: int, context: int) -> int:
         return super().inner_flops(model, group, tokens, context) + 2 * tokens * group.heads * model.head_dim * model.gla.gate_rank
 

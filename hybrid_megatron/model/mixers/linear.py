@@ -83,7 +83,12 @@ class LinearMixer(Mixer):
     def inner_params(cls, model: ModelConfig, group: HeadGroup) -> int:
         """Output norm, QK norms and convolutions; subclasses add their gates'."""
         settings, channels = cls.settings(model), (group.heads + 2 * cls.units(model, group)) * model.head_dim
-        return model.head_dim * (3 if settings.qk_norm else 1) + channels * settings.short_conv
+        return cls.whole_params(model, group) + channels * settings.short_conv
+
+    @classmethod
+    def whole_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        """Norms of each head, one weight for all heads."""
+        return model.head_dim * (3 if cls.settings(model).qk_norm else 1)
 
     @classmethod
     def inner_flops(cls, model: ModelConfig, group: HeadGroup, tokens: int, context: int) -> int:
@@ -129,6 +134,17 @@ class LinearMixer(Mixer):
             return halo + 2 * (size - 1) * heads * width * (width + cls.transition_columns(model)) * STATE_BYTES
         moved = 4 * width * element + cls.gate_elements(model) * 4
         return halo + context // size * heads * moved * (size - 1) // size
+
+    @classmethod
+    def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """With states: also q, k and v by chunk, the states between chunks and, where the transition is a matrix, the values of the pass
+        that makes summaries, twice as wide."""
+        received = cls.context_bytes(model, group, context, parallel, element)
+        if parallel.context == 1 or parallel.context_linear != "states":
+            return received
+        size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
+        copies = 3 + (2 if cls.transition_columns(model) > 1 else 0)
+        return received + heads * width * (context // size * copies * element + 2 * size * width * STATE_BYTES)
 
     @classmethod
     def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:

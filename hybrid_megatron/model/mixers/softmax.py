@@ -54,6 +54,10 @@ class SoftmaxMixer(Mixer):
         return 2 * model.head_dim if cls.settings(model).qk_norm else 0
 
     @classmethod
+    def whole_params(cls, model: ModelConfig, group: HeadGroup) -> int:
+        return cls.inner_params(model, group)
+
+    @classmethod
     def inner_flops(cls, model: ModelConfig, group: HeadGroup, tokens: int, context: int) -> int:
         """q k^T and p v over the keys seen: token t sees min(t + 1, window) of them."""
         window = min(cls.sight(model, group) or context, context)

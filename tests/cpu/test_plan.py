@@ -1,0 +1,429 @@
+"""`python -m launch plan`: its numbers against closed forms, against models that are built and run, and against megatron-core's groups."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+
+import pytest
+
+from hybrid_megatron.config import RunConfig, load_recipe
+from hybrid_megatron.config.studies import load_study
+from hybrid_megatron.config.study import Run, Study
+from hybrid_megatron.config.validate import validate
+from hybrid_megatron.model.accounting import account
+from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.parallel.rank_grid import rank_groups, within_nodes
+from hybrid_megatron.planning import choices
+from hybrid_megatron.planning.communication import communication
+from hybrid_megatron.planning.layout import Layout
+from hybrid_megatron.planning.memory import (
+    GIB,
+    backward_bytes,
+    gathered_bytes,
+    layer_bytes,
+    loss_bytes,
+    memory,
+    mixer_bytes,
+    passes_in_flight,
+    peak_memory,
+)
+from hybrid_megatron.planning.pace import pace
+from hybrid_megatron.planning.plan import BY_GPUS, make_plan
+from launch import plan as plan_command
+from megatron.core.parallel_state import RankGenerator
+from tests.cpu import plan_cells
+from tests.cpu.runs import CHECKOUT, Ended
+from tests.cpu.tiny import tiny_config, tiny_words
+from tests.cpu.zoo import MIXED
+
+VOCAB = 128_256
+
+
+def recipe(*words: str) -> RunConfig:
+    return load_recipe(list(words), beneath={"data": {"train": "unset"}})
+
+
+def layout(*words: str, gpus: int = 1) -> Layout:
+    config = recipe(*words)
+    return Layout(config, plan_layers(config), gpus)
+
+
+def command(*words: str) -> Ended:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            plan_command.main(list(words))
+        except SystemExit as end:
+            code = end.code
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def numbers(*words: str) -> dict:
+    ended = command(*words, "--json")
+    assert ended.code == 0 and not ended.err, ended
+    return json.loads(ended.out)
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_closed_forms():
+    """376m with attention everywhere: q k v o, SwiGLU, two norms a layer; embedding and output layer; six FLOPs a weight and the scores."""
+    found = numbers("376m+rope+pretrain_4k", "--gpus", "8,16", "--mfu", "0.5")
+    matrices = 8 * (4 * 1024**2 + 3 * 1024 * 3264)
+    assert found["parameters"]["total"] == matrices + 17 * 1024 + 2 * VOCAB * 1024
+    assert sum(found["parameters"]["parts"].values()) == found["parameters"]["total"]
+    assert found["parameters"]["parts"]["embedding"] == VOCAB * 1024
+    flops = 6 * (matrices + VOCAB * 1024) + 8 * 12 * 1024 * 4097 / 2
+    assert found["flops_per_token"] == pytest.approx(flops, rel=1e-12)
+    assert found["steps"] == 47_684 and found["steps"] * 2**20 >= 50e9 > (found["steps"] - 1) * 2**20
+    for gpus, micro_batches in ((8, 4), (16, 2)):
+        batch = {"samples": 256, "data": gpus, "micro_batches": micro_batches, "micro_batch": 8, "tokens": 2**20}
+        assert found["batch"][str(gpus)] == batch
+        at = found["time"][str(gpus)]
+        assert at["tokens_per_second_per_gpu"] == pytest.approx(0.5 * 989e12 / flops)
+        assert at["hours"] * gpus == pytest.approx(at["gpu_hours"])
+        assert at["gpu_hours"] == pytest.approx(47_684 * 2**20 * flops / 0.5 / 989e12 / 3600)
+        assert at["step_seconds"] == pytest.approx(2**20 * flops / 0.5 / 989e12 / gpus)
+    assert found["schedule"][0]["lr"] == pytest.approx(1e-3 * 2**20 / 5e8) and found["schedule"][-1]["lr"] == 0
+    assert [point["step"] for point in found["schedule"]][1::4] == [476, 47_684], "the warm-up ends, the run ends"
+
+
+def test_keys():
+    """Every documented key is there, on every number of GPUs, also where the recipe does not run on it."""
+    found = numbers("776m+gdn_nope_lh+pretrain_4k", "--gpus", "8,12")
+    whole = {"recipe", "run_dir", "problems", "layers", "parameters", "flops_per_token", "forward_flops_per_token", "state_bytes"}
+    assert set(found) == whole | {"tokens", "steps", "schedule", "possible_sizes", *BY_GPUS}
+    assert all(set(found[key]) == {"8", "12"} for key in BY_GPUS)
+    assert found["problems"]["8"] == [] and "must be a multiple of train.micro_batch * data-parallel ranks" in found["problems"]["12"][0]
+    assert found["memory_gib_per_gpu"]["12"] is None and found["suggestion"]["12"] is not None
+    at = found["memory_gib_per_gpu"]["8"]
+    assert {"peak", "moment", "stage", "weights", "gradients", "optimizer", "activations", "context", "device", "usable", "fits"} <= set(at)
+    assert set(found["rank_grid"]["8"]["groups"]) == {"tensor", "context", "data", "pipeline", "data_context"}
+    assert set(found["communication_gib_per_step"]["8"]) == {"gradients", "parameters", "tensor", "context", "pipeline"}
+    assert found["layers"].startswith("gdn x3, attention (nope) x1, gdn x3")
+
+
+def test_a_growing_batch():
+    grows = ["schedule.start_batch_tokens=262_144", "schedule.batch_warmup_tokens=1_000_000_000"]
+    found = numbers("376m+rope+pretrain_4k", *grows, "--gpus", "8")
+    points = found["schedule"]
+    assert points[0]["batch_tokens"] == 2**18 and points[-1]["batch_tokens"] == 2**20
+    assert found["steps"] == recipe("376m+rope+pretrain_4k", *grows).num_steps > 47_684
+    assert any(point["batch_tokens"] == 2**20 and point["tokens"] <= 1_000_000_000 + 2 * 2**20 for point in points), "the first full batch"
+
+
+def test_a_process_of_its_own_is_quick_and_says_it_all(tmp_path):
+    began = time.monotonic()
+    words = ["3b+gdn_nope_lh+pretrain_4k", "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "--gpus", "16"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "plan", *words, "--plot", str(tmp_path / "plan.png")], cwd=CHECKOUT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert time.monotonic() - began < 60, "5 s alone; two cores may be shared with much else"
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    for said in (
+        "4,018,329,696",
+        "tensor: [0-1], [2-3]",
+        "pipeline: [0 8], [1 9]",
+        "GiB of 139",
+        "suggested",
+        "47,684 for 50,000,000,000 tokens",
+    ):
+        assert said in done.stdout
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_invalid_recipe_is_planned_as_far_as_possible_and_exits_with_2():
+    ended = command("776m+rope+pretrain_4k", "parallel.tensor=5", "schedule.min_lr=1", "--gpus", "8,16")
+    assert ended.code == 2 and "776,246,784" in ended.out and "47,684" in ended.out
+    assert [problem.split(":")[0] for problem in ended.errors] == ["parallel.tensor=5"] * 3 + [
+        "schedule.min_lr=1.0",
+        "parallel",
+        "parallel",
+    ]
+
+
+@pytest.mark.parametrize(
+    "word, key, value",
+    [
+        ("pattern=[{mixer: attention, position: nope, repeat: 5}]", "layers", None),
+        ("model.num_kv_heads=5", "layers", None),
+        ("schedule.shape=wsd", "schedule", None),
+        ("train.micro_batch=0", "problems", {"recipe": [], "8": ["train.micro_batch=0: it must be more than 0"]}),
+    ],
+)
+def test_broken_parts_are_left_out(word, key, value):
+    ended = command("776m+rope+pretrain_4k", word, "--gpus", "8", "--json")
+    assert ended.code == 2 and json.loads(ended.out)[key] == value and ended.errors
+    assert command("776m+rope+pretrain_4k", word, "--gpus", "8").out.startswith("recipe      776m+rope+pretrain_4k")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--gpus", "8,x"], "--gpus 8,x: these must be numbers of GPUs"),
+        (["--gpus", "0"], "--gpus 0: these must be numbers of GPUs"),
+        (["--gpus"], "--gpus: a value must follow"),
+        (["--mfu", "40"], "--mfu 40: it must be a share of the peak"),
+        (["--mfu=nan"], "--mfu nan: it must be a share of the peak"),
+        (["--jsn"], "plan has no option --jsn"),
+        (["--study", "ablation"], "--study: it plans the study's own runs"),
+        (["--plot", "nowhere/plan.png"], "--plot nowhere/plan.png: not written: "),
+        (["model.num_layer=3"], "override model.num_layer=3: model.num_layer is not a setting"),
+    ],
+)
+def test_mistakes_on_the_command_line(words, said):
+    ended = command("376m+rope+pretrain_4k", *words)
+    assert ended.code == 2 and len(ended.errors) == 1 and ended.errors[0].startswith(said)
+
+
+def test_too_much_memory_is_said_and_is_no_error():
+    ended = command("3b+rope+pretrain_4k", "--gpus", "8")
+    assert ended.code == 0 and "DOES NOT FIT in the 128 usable" in ended.out and "too much" in ended.out
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "tensor 2, context 2": ["parallel.tensor=2", "parallel.context=2"],
+    "tensor 2, data 2": ["parallel.tensor=2"],
+    "context 2, pipeline 2": ["parallel.context=2", "parallel.pipeline=2"],
+    "data 2, pipeline 2": ["parallel.pipeline=2"],
+    "context 2, data 2": ["parallel.context=2"],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rank_groups_are_megatrons(ranks, tiny_data, name):
+    words = tiny_words(tiny_data, "run_dir=unused", *LAYOUTS[name])
+    expected = rank_groups(load_recipe(words).parallel, 4)
+    for rank, found in enumerate(ranks.run(4, plan_cells.groups, words)):
+        for kind, mine in found.items():
+            assert mine == next(group for group in expected[kind] if rank in group), kind
+
+
+@pytest.mark.parametrize("tensor, context, pipeline, gpus", [(2, 2, 2, 16), (4, 1, 3, 24), (1, 4, 2, 32), (8, 2, 1, 64)])
+def test_rank_groups_of_larger_worlds(tensor, context, pipeline, gpus):
+    parallel = replace(recipe("376m+rope+pretrain_4k").parallel, tensor=tensor, context=context, pipeline=pipeline)
+    found = rank_groups(parallel, gpus)
+    megatron = RankGenerator(tensor, 1, gpus // (tensor * context * pipeline), pipeline, context, "tp-cp-ep-dp-pp")
+    for kind, token in {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp", "data_context": "dp-cp"}.items():
+        assert found[kind] == sorted(sorted(group) for group in megatron.get_ranks(token)), kind
+    assert within_nodes(found["tensor"]) and within_nodes(found["context"]) == (tensor * context <= 8)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern, measured", [("rope", 45.8), ("gdn_nope_lh", 52.9)])
+def test_peaks_measured_on_an_h200(pattern, measured):
+    """One GPU, two micro-batches of 8 x 4,096 tokens (benchmarks/README.md)."""
+    assert peak_memory(layout(f"776m+{pattern}+pretrain_4k", "train.batch_tokens=65_536")) / GIB == pytest.approx(measured, rel=0.01)
+
+
+BUILT = {
+    "one process": (1, []),
+    "tensor 2": (2, ["parallel.tensor=2"]),
+    "data 2": (2, []),
+    "context 2": (2, ["parallel.context=2"]),
+    "pipeline 2": (2, ["parallel.pipeline=2", "train.micro_batch=1"]),
+    "tensor 2, data 2": (4, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "pipeline 2 x virtual 2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.micro_batch=1"]),
+}
+
+
+@pytest.mark.parametrize("model, precision", [("all mixers, LH", "bf16"), ("all options, HH", "fp32")])
+@pytest.mark.parametrize("name", BUILT)
+def test_parameters_gradients_optimizer_and_passes_in_flight(ranks, tiny_data, name, model, precision):
+    """Of each rank after a real step; what ranks of one optimizer hold between them is that of a plan to the byte."""
+    size, overrides = BUILT[name]
+    words = tiny_words(tiny_data, "run_dir=unused", f"train.precision={precision}", *MIXED[model], *overrides)
+    config = load_recipe(words)
+    of = Layout(config, plan_layers(config), size)
+    expected, found = memory(of), ranks.run(size, plan_cells.after_a_step, words)
+    for rank in found:
+        stage = expected[rank["stage"]]
+        assert (rank["weights"], rank["gradients"]) == (stage.weights, stage.gradients)
+        assert rank["in_flight"] == stage.in_flight == sum(passes_in_flight(of, rank["stage"]))
+    for stage in expected:
+        held = sum(rank["optimizer"] for rank in found if rank["stage"] == stage.stage)
+        assert 0 <= len([rank for rank in found if rank["stage"] == stage.stage]) * stage.optimizer - held < size, "rounded up to a byte"
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.tensor=2"], ["parallel.tensor=2", "parallel.sequence=true"]])
+def test_norms_residuals_and_swiglu(ranks, tiny_data, overrides):
+    """What a layer keeps beside its mixers. The CPU's norm, made of several operations, keeps its normalised input too, which CUDA's does
+    not. In the backward pass gradients of weights come on top, a fiftieth here."""
+    words = tiny_words(
+        tiny_data,
+        "run_dir=unused",
+        "train.micro_batch=8",
+        "model.num_kv_heads=4",
+        "pattern=[{mixer: attention, position: nope}]",
+        *overrides,
+    )
+    config = load_recipe(words)
+    of = Layout(config, plan_layers(config), config.parallel.tensor)
+    layer = of.plan.layers[0]
+    residual = 4 * 8 * 64 * 32 // of.residual_share
+    for kept, buffer, beyond in ranks.run(config.parallel.tensor, plan_cells.layer_without_mixers, words):
+        assert kept == layer_bytes(of, layer) - mixer_bytes(of, layer) + 2 * residual
+        assert buffer == gathered_bytes(of)
+        if config.parallel.tensor == 1:  # gloo's threads let go of what they sent at times of their own
+            assert beyond == pytest.approx(backward_bytes(of, layer), rel=0.05)
+
+
+@pytest.mark.parametrize("chunk", [32, 256])
+def test_cross_entropy(ranks, tiny_data, chunk):
+    """512 tokens in chunks of 32, whose logits are smaller than the weight's gradient, and of 256, whose are larger."""
+    words = tiny_words(tiny_data, "run_dir=unused", "model.vocab_size=4096", "model.hidden_size=64", "train.micro_batch=8")
+    config = load_recipe(words)
+    of = Layout(config, plan_layers(config), 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("hybrid_megatron.planning.memory.CHUNK_ELEMENTS", chunk * 4096)
+        expected = loss_bytes(of)
+    norm = 4 * 512 * (2 * 64 + 1)  # not in the function; the gradient of the hidden states is
+    [found] = ranks.run(1, plan_cells.loss, words, 512, chunk * 4096)
+    assert found == pytest.approx(expected - norm, rel=0.01)
+
+
+def test_recompute_and_sharing_save_memory():
+    words = ["3b+gdn_nope_lh+pretrain_4k", "train.micro_batch=1"]
+    kept = {mode: memory(layout(*words, f"train.recompute={mode}", gpus=8))[0].activations for mode in choices.RECOMPUTE}
+    tokens, hidden, ffn, layers = 4096, 3072, 9728, 24
+    assert kept["none"] - kept["selective"] == layers * 5 * ffn * tokens * 2
+    assert kept["full"] == layers * hidden * tokens * 2
+    one, eight = (memory(layout(*words, gpus=gpus))[0] for gpus in (1, 8))
+    assert one.optimizer == 8 * eight.optimizer and one.activations == eight.activations
+    assert memory(layout(*words, "parallel.context=2", gpus=8))[0].context > 0
+
+
+# --- communication --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("recompute", choices.RECOMPUTE)
+def test_what_tensor_ranks_send(ranks, tiny_data, sequence, recompute):
+    more = ["parallel.tensor=2", f"parallel.sequence={str(sequence).lower()}", f"train.recompute={recompute}"]
+    words = tiny_words(tiny_data, "run_dir=unused", *MIXED["all mixers, LH"], *more)
+    config = load_recipe(words)
+    expected = communication(Layout(config, plan_layers(config), 2))["tensor"]
+    assert ranks.run(2, plan_cells.sent_to_tensor_ranks, words) == [expected, expected]
+
+
+def test_what_else_is_sent(tiny_data):
+    config = tiny_config(tiny_data, "run_dir=unused", "parallel.pipeline=2", "train.micro_batch=1", *MIXED["all mixers, LH"])
+    of = Layout(config, plan_layers(config), 4)
+    sent, stages = communication(of), memory(of)
+    most = max(stage.weights for stage in stages) // 4
+    assert (sent["gradients"], sent["parameters"]) == (most * 4 / 2, most * 4 / 2)
+    assert sent["pipeline"] == 4 * 64 * 32 * 4, "four micro-batches of 64 tokens, each across one border"
+    assert (sent["tensor"], sent["context"]) == (0, 0)
+    split = replace(config, parallel=replace(config.parallel, context=2, pipeline=1))
+    forward = sum(account(split, of.plan).context_bytes.values())  # of a sample; tests/cpu/test_context_bytes.py has it counted
+    assert communication(Layout(split, of.plan, 4))["context"] == 2 * 4 * forward
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_possible_sizes():
+    found = numbers("776m+gdn_nope_hh+pretrain_4k", "--gpus", "8")["possible_sizes"]
+    assert found["units"] == {"9 gdn + 3 attention (nope) heads": 3}
+    assert found["tensor"] == [1], "three units, and an FFN of 4,864 = 2^8 x 19"
+    assert found["context"] == [1, 2, 4, 8, 16, 32, 64] and found["pipeline"] == [1, 2, 3, 4, 6, 12]
+    assert found["virtual_pipeline"]["3"] == [1, 2, 4]
+    words = ["776m+gdn_nope_lh+pretrain_4k", "parallel.context_attention=all_to_all", "parallel.context_linear=all_to_all", "--gpus", "8"]
+    assert numbers(*words)["possible_sizes"]["context"] == [1, 2, 4], "divisors of 12 heads and of 2,048"
+    assert numbers(*words, "parallel.tensor=4")["possible_sizes"]["context"] == [1], "three heads on a rank"
+    assert numbers(*words)["possible_sizes"]["tensor"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "words, gpus",
+    [
+        (["776m+gdn_nope_lh+pretrain_4k"], 8),
+        (["776m+gdn_nope_hh+pretrain_4k", "train.context=32_768", "train.batch_tokens=524_288"], 8),
+        (["3b+rope+pretrain_4k", "train.micro_batch=32"], 16),
+        (["3b+gdn_nope_lh+pretrain_4k", "train.context=131_072", "train.batch_tokens=1_048_576"], 8),
+        (["376m+swa_nope_hh+pretrain_4k", "parallel.tensor=7"], 8),
+    ],
+)
+def test_the_suggestion_fits_validates_and_keeps_the_rule(words, gpus):
+    """Pasted behind the recipe it is valid and fits; no layout that the rule puts before it does."""
+    config = recipe(*words)
+    plan = make_plan(config, [gpus])
+    suggestion = plan["suggestion"][str(gpus)]
+    pasted = recipe(*words, *suggestion["overrides"])
+    validate(pasted, gpus)
+    of = Layout(pasted, plan_layers(pasted), gpus)
+    assert peak_memory(of) == suggestion["memory_gib"] * GIB <= choices.USABLE * choices.H200_GIB * GIB
+    assert pace(of)["hours"] == suggestion["hours"]
+
+    def rank(layout: Layout) -> tuple:
+        parallel, train = layout.config.parallel, layout.config.train
+        place = choices.RECOMPUTE.index(train.recompute)
+        return place, parallel.tensor, parallel.context, parallel.pipeline, -train.micro_batch
+
+    for recompute in choices.RECOMPUTE:
+        for micro_batch in (1, 2, 4, 8, 16, 32):
+            other = replace(config, train=replace(config.train, recompute=recompute, micro_batch=micro_batch))
+            for candidate in choices.layouts(other, of.plan, gpus):
+                assert rank(candidate) >= rank(of) or not choices.fits(peak_memory(candidate))
+
+
+def test_no_suggestion_where_nothing_fits():
+    ended = command("3b+rope+pretrain_4k", "model.num_layers=1024", "--gpus", "1")
+    assert ended.code == 0 and "nothing: no layout of 1 GPU fits in memory" in ended.out
+
+
+def test_layouts_are_all_that_are_valid():
+    """Of eight GPUs, against validate alone, sequence parallelism with every tensor size."""
+    config = recipe("376m+gdn_nope_lh+pretrain_4k", "train.micro_batch=4")
+    valid = set()
+    for tensor in (1, 2, 4, 8):
+        for context in (1, 2, 4, 8):
+            for pipeline in (1, 2, 4, 8):
+                sizes = replace(config.parallel, tensor=tensor, context=context, pipeline=pipeline, sequence=tensor > 1)
+                try:
+                    validate(replace(config, parallel=sizes), 8)
+                except Exception:
+                    continue
+                valid.add((tensor, context, pipeline))
+    found = make_plan(config, [8])["layouts"]["8"]
+    assert {(of["tensor"], of["context"], of["pipeline"]) for of in found} == valid and len(found) == len(valid) > 10
+
+
+# --- studies ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_has_a_plan_of_each_run():
+    found = json.loads(command("--study", "hypenet", "--json", "--mfu", "0.4").out)
+    study = load_study("hypenet")
+    assert [(run["run"], run["gpus"]) for run in found["runs"]] == [(run.name, run.gpus) for run in study.runs]
+    first = numbers(study.runs[0].words[0], *study.runs[0].words[1:], "--gpus", str(study.runs[0].gpus), "--mfu", "0.4")
+    same = found["runs"][0]
+    assert {key: same[key] for key in first if key not in ("recipe", "run_dir")} == {
+        key: value for key, value in first.items() if key not in ("recipe", "run_dir")
+    }
+    assert found["gpu_hours"] == pytest.approx(sum(run["time"][str(run["gpus"])]["gpu_hours"] for run in found["runs"]))
+    lines = command("--study", "hypenet").out.splitlines()
+    assert len(lines) == 4 + len(study.runs) and lines[-1].startswith("all")
+
+
+def test_broken_runs_of_a_study_are_named(monkeypatch):
+    good, bad = (Run("made", name, ("376m+rope+pretrain_4k", *more), None, 8, None) for name, more in (("good", ()), ("bad", ("seed=-1",))))
+    monkeypatch.setattr("hybrid_megatron.config.studies.load_study", lambda name: Study(name, "", (), (good, bad), (), ()))
+    ended = command("--study", "made")
+    assert ended.code == 2 and ended.errors == ["study made: 1 of 2 runs break rules: bad"]
+    assert "seed=-1: it must be 0 or more" in ended.out and ended.out.splitlines()[-1].startswith("all")
+    monkeypatch.undo()
+    [said] = command("--study", "made").errors
+    assert said.startswith("study 'made' is not known")
