@@ -42,7 +42,7 @@ def _positive(config: RunConfig) -> Iterator[str]:
 
 def not_positive(section: str, values) -> Iterator[str]:
     """The numbers of one section that are not above 0, or 0 where that has a meaning."""
-    may_be_zero = {"weight_decay", "warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
+    may_be_zero = {"weight_decay", "warmup_tokens", "batch_warmup_tokens", "min_lr", "seed", "beta1", "beta2", "short_conv"}
     for field in fields(values):
         value = getattr(values, field.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -21,7 +21,9 @@ from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.parallel import ParallelState, start
 from hybrid_megatron.parallel.state import global_rank, world_size
 
-_MULTIPLES = (1, 2, 4, 8, 16)
+LONGEST = 16
+"""In training lengths: the longest length that is measured unless others are asked for."""
+_MULTIPLES = (1, 2, 4, 8, LONGEST)
 """Of the training length: the lengths that are measured unless others are asked for."""
 
 
@@ -31,7 +33,7 @@ def evaluate(run_dir: Path, settings: EvaluationConfig, *, silent: bool = False)
     Called by every process. Raises a UserError for what the user can mend, on every process; before any process group exists where that
     is possible. `silent`: nothing is printed.
     """
-    trained = _config_of(run_dir)
+    trained = config_of_run(run_dir)
     settings = _filled(settings, trained, run_dir)
     config = dataclasses.replace(
         trained, parallel=settings.parallel, train=dataclasses.replace(trained.train, precision=settings.precision, recompute="none")
@@ -76,7 +78,8 @@ def _run(
     return report
 
 
-def _config_of(run_dir: Path) -> RunConfig:
+def config_of_run(run_dir: Path) -> RunConfig:
+    """The recipe of a run folder. Raises RunError if there is none."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         what = "it has no config.yaml" if run_dir.is_dir() else "there is no such folder"
