@@ -24,7 +24,9 @@ def main(words: list[str]) -> None:
         as_numbers = "--json" in words
         words = [word for word in words if word != "--json"]
         if not words or "=" in words[0] or words[0].startswith("-"):
-            raise ConfigError("no run folder given: name it first, e.g. python -m launch choose-logit-base runs/NAME candidates=[100,300,900]")
+            raise ConfigError(
+                "no run folder given: name it first, e.g. python -m launch choose-logit-base runs/NAME candidates=[100,300,900]"
+            )
         settings = load_settings(LogitBaseConfig, words[1:])
         from hybrid_megatron.evaluation.logit_base import as_json, choose_logit_base  # this imports torch and megatron-core
 

@@ -64,7 +64,9 @@ def choose_logit_base(run_dir: Path, settings: LogitBaseConfig, *, silent: bool 
         if speaks:
             print(f"\nbest       {best:g}: loss {losses[best]:.4f}, without a scale {unscaled:.4f}\nwritten    {path}", flush=True)
     if len(losses) > 1 and best in (min(losses), max(losses)):
-        warnings.warn(f"candidates: the best, {best:g}, is the {'least' if best == min(losses) else 'largest'} of them; try others beyond it")
+        warnings.warn(
+            f"candidates: the best, {best:g}, is the {'least' if best == min(losses) else 'largest'} of them; try others beyond it"
+        )
     return choice
 
 
