@@ -1,9 +1,9 @@
 """python -m launch choose-logit-base RUN_DIR [--json] [candidates=[100,300,900]] [section.key=value ...]
 
-Chooses the base a of HypeNet's logit scale by the loss on held-out tokens at the longest length: one evaluation for each candidate, and one
-without a scale. Other settings are those of `python -m launch evaluate`; lengths=[N] sets the length, data=PREFIX the held-out tokens and
-whole_documents=true takes long documents alone. The choice goes to RUN_DIR/evaluation/logit_base.CHECKPOINT.json; --json prints it instead of
-a table. Every setting: LogitBaseConfig in hybrid_megatron/config/schema.py.
+Chooses the base a of HypeNet's logit scale by the loss on held-out tokens at the longest length: one evaluation for each candidate, and
+one without a scale. Other settings are those of `python -m launch evaluate`; lengths=[N] sets the length, data=PREFIX the held-out tokens
+and whole_documents=true takes long documents alone. The choice goes to RUN_DIR/evaluation/logit_base.CHECKPOINT.json; --json prints it
+instead of a table. Every setting: LogitBaseConfig in hybrid_megatron/config/schema.py.
 """
 
 import os

@@ -20,7 +20,7 @@ def study_names() -> list[str]:
 def load_study(name: str) -> Study:
     """Read a study. Raises ConfigError with everything that is wrong with it.
 
-    Fragments, overrides and references to other runs are checked here; rules between the settings of one run by `load_recipe` and `validate`.
+    Fragments, overrides and references to other runs are checked here; the settings of one run together by `load_recipe` and `validate`.
     """
     study = _read(name)
     references = [(f"init_from of {run.name}", run.init_from) for run in study.runs if run.init_from is not None]

@@ -1,4 +1,7 @@
-"""The base a of HypeNet's logit scale ln(t + a) / ln a, chosen after training by the loss on held-out documents (arXiv 2601.22156, section 5.1)."""
+"""The base a of HypeNet's logit scale ln(t + a) / ln a, chosen after training by the loss on held-out documents.
+
+Source: arXiv 2601.22156, equation 11 and what follows it.
+"""
 
 import dataclasses
 import json
@@ -92,7 +95,7 @@ def _candidates(settings: LogitBaseConfig) -> list[float]:
         raise ConfigError(f"candidates={settings.candidates}: it must name one base or more, each more than 1, e.g. [100,300,900]")
     if settings.inference.logit_scale != "none" or settings.inference.logit_scale_value is not None:
         raise ConfigError(
-            f"inference.logit_scale={settings.inference.logit_scale}: the candidates are the scales that are tried; leave it and its value out"
+            f"inference.logit_scale={settings.inference.logit_scale}: the candidates are the scales that are tried; leave it out, and its value"
         )
     return sorted(set(settings.candidates))
 
