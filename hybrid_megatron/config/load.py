@@ -6,7 +6,8 @@ A word of a recipe is either the path of a YAML file or the name of a fragment i
 every word. STUDY:RUN is a run of a study (studies.py). Unknown keys and wrong types are collected over all files and overrides and reported
 together.
 
-A value may follow others: `${times:${model.hidden_size},7,2}` is hidden size * 7 / 2, rounded down. `???` asks a recipe for a value of its own.
+A value may follow others: `${times:${model.hidden_size},7,2}` is hidden size * 7 / 2, rounded down. `???` asks a recipe for a value of its
+own.
 """
 
 import dataclasses

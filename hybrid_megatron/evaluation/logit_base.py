@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybrid_megatron.config.schema import EvaluationConfig, LogitBaseConfig
 from hybrid_megatron.errors import ConfigError, RunError
-from hybrid_megatron.evaluation.evaluate import LONGEST, config_of_run, evaluate
+from hybrid_megatron.evaluation.evaluate import LONGEST, config_of_run, evaluate_each
 from hybrid_megatron.evaluation.results import evaluation_name
 from hybrid_megatron.parallel.state import global_rank
 
@@ -44,18 +44,16 @@ def choose_logit_base(run_dir: Path, settings: LogitBaseConfig, *, silent: bool 
     speaks = global_rank() == 0 and not silent
     asked = _one_length(settings, run_dir)
     losses = {}
-    for base in (None, *candidates):
-        report = evaluate(run_dir, _with_base(asked, base), silent=True)
-        measured = report.lengths[0]
+    for report in evaluate_each(run_dir, [_with_base(asked, base) for base in (None, *candidates)], silent=True):
+        measured, base = report.lengths[0], report.settings["inference"]["logit_scale_value"]
         losses[base] = measured["loss"]
-        asked.checkpoint = report.checkpoint["name"]  # a run still in training may save another meanwhile
         if speaks:
             print(_line(measured, base), flush=True)
     unscaled = losses.pop(None)
     best = min(losses, key=losses.get)
     choice = LogitBaseChoice(
         run=str(run_dir),
-        checkpoint=asked.checkpoint,
+        checkpoint=report.checkpoint["name"],
         length=measured["length"],
         tokens=measured["tokens"],
         unscaled_loss=unscaled,
@@ -95,7 +93,7 @@ def _candidates(settings: LogitBaseConfig) -> list[float]:
         raise ConfigError(f"candidates={settings.candidates}: it must name one base or more, each more than 1, e.g. [100,300,900]")
     if settings.inference.logit_scale != "none" or settings.inference.logit_scale_value is not None:
         raise ConfigError(
-            f"inference.logit_scale={settings.inference.logit_scale}: the candidates are the scales that are tried; leave it out, and its value"
+            f"inference.logit_scale={settings.inference.logit_scale}: the candidates are the scales tried; leave it out, and its value"
         )
     return sorted(set(settings.candidates))
 

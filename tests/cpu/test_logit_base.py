@@ -60,7 +60,7 @@ def test_as_a_table_on_two_ranks(ranks, run, tmp_path):
         (["candidates=[300,1]"], "candidates=[300, 1]: it must name one base or more, each more than 1"),
         (["candidates=[]"], "candidates=[]: it must name one base or more"),
         (["candidate=[3]"], "candidate is not a setting; did you mean candidates?"),
-        (["inference.logit_scale=log"], "inference.logit_scale=log: the candidates are the scales that are tried"),
+        (["inference.logit_scale=log"], "inference.logit_scale=log: the candidates are the scales tried"),
         (["inference.logit_scale_value=3"], "leave it out, and its value"),
         (["lengths=[]"], "lengths=[]: it must name one length or more"),
     ],

@@ -351,7 +351,8 @@ def test_references_to_other_studies(monkeypatch, tmp_path):
 TRAINED = [
     "376m+rope+pretrain_4k", "1b+rope_nope_lh+extend_32k", "776m+rope_nope_hh_1to1+extend_32k", "776m+swa_rope_hh+extend_32k+window_2048",
     "776m+swa_nope_lh_1to3+pretrain_4k", "376m+gqa+gla_nope_hh+pretrain_4k", "3b+gla_rope_lh_1to1+extend_32k",
-    "776m+gdn_nope_hh+extend_32k", "776m+gdn_rope_hh_1to3+pretrain_4k", "776m+yoco_gdn_nope_lh+pretrain_4k", "776m+yoco_swa_rope_lh+extend_32k+longce",
+    "776m+gdn_nope_hh+extend_32k", "776m+gdn_rope_hh_1to3+pretrain_4k", "776m+yoco_gdn_nope_lh+pretrain_4k",
+    "776m+yoco_swa_rope_lh+extend_32k+longce",
     "1b+lightning_nope_hh+pretrain_4k", *(f"hypenet_500m+{pattern}+hypenet_4k" for pattern in OTHERS),
 ]  # fmt: skip
 
