@@ -5,6 +5,7 @@ Source: arXiv 2601.22156, equation 11 and what follows it.
 
 import dataclasses
 import json
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +89,9 @@ def _with_base(asked: EvaluationConfig, base: float | None) -> EvaluationConfig:
 
 def _candidates(settings: LogitBaseConfig) -> list[float]:
     """In order, each once."""
-    wrong = [base for base in settings.candidates if not 1 < base < float("inf")]
-    if wrong or not settings.candidates:
-        raise ConfigError(f"candidates={settings.candidates}: it must name one base or more, each more than 1, e.g. [100,300,900]")
+    if not settings.candidates or not all(1 < base < math.inf for base in settings.candidates):
+        said = ", ".join(f"{base:g}" for base in settings.candidates)
+        raise ConfigError(f"candidates=[{said}]: it must name one base or more, each more than 1, e.g. [100,300,900]")
     if settings.inference.logit_scale != "none" or settings.inference.logit_scale_value is not None:
         raise ConfigError(
             f"inference.logit_scale={settings.inference.logit_scale}: the candidates are the scales tried; leave it out, and its value"
