@@ -7,6 +7,7 @@ COMMANDS = {
     "train": "train a recipe, from the newest checkpoint in its run folder if there is one",
     "plan": "say what a recipe will be and take on so many GPUs, without a GPU",
     "evaluate": "measure loss by position and perplexity of a trained run, at its training length and beyond",
+    "choose-logit-base": "choose the base of HypeNet's logit scale for a trained run, by the loss on held-out tokens",
     "quickstart": "prepare a small real corpus and train recipes/quickstart.yaml on it",
 }
 
@@ -14,12 +15,12 @@ COMMANDS = {
 def main(words: list[str]) -> None:
     if not words or words[0] not in COMMANDS:
         asked = words and words[0] not in ("-h", "--help")
-        text = "usage: python -m launch COMMAND ...\n\n" + "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
+        text = "usage: python -m launch COMMAND ...\n\n" + "\n".join(f"  {name:<19}{what}" for name, what in COMMANDS.items())
         print(
             f"error: launch has no command {words[0]!r}\n\n{text}" if asked else text, file=sys.stderr if asked or not words else sys.stdout
         )
         raise SystemExit(2 if asked or not words else 0)
-    importlib.import_module(f"launch.{words[0]}").main(words[1:])
+    importlib.import_module(f"launch.{words[0].replace('-', '_')}").main(words[1:])
 
 
 if __name__ == "__main__":  # saving a checkpoint starts helper processes, which import this module anew

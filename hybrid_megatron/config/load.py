@@ -6,7 +6,8 @@ A word of a recipe is either the path of a YAML file or the name of a fragment i
 every word. STUDY:RUN is a run of a study (studies.py). Unknown keys and wrong types are collected over all files and overrides and reported
 together.
 
-A value may follow others: `${times:${model.hidden_size},7,2}` is hidden size * 7 / 2, rounded down.
+A value may follow others: `${times:${model.hidden_size},7,2}` is hidden size * 7 / 2, rounded down. `???` asks a recipe for a value of its
+own.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import difflib
 import hashlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -74,7 +75,7 @@ def _filled[Settings](schema: type[Settings], layers: list[tuple[str, dict]], ca
         merged = OmegaConf.merge(OmegaConf.structured(schema), *(tree for _, tree in layers))
         if name_it is not None:
             name_it(merged)
-        missing = sorted(OmegaConf.missing_keys(merged))
+        missing = sorted({*OmegaConf.missing_keys(merged), *_left_open(layers)})
         if missing:
             raise ConfigError([f"{key} is not set: it has no default; set it in a recipe file or as {key}=VALUE" for key in missing])
         return OmegaConf.to_object(merged)
@@ -91,6 +92,23 @@ def override_problems(schema: type, words: list[str]) -> list[str]:
         except ConfigError as error:
             problems += error.problems
     return problems
+
+
+def _left_open(layers: list[tuple[str, dict]]) -> list[str]:
+    """Keys that a file sets to ???, so that a recipe must say them, and nothing says."""
+    said: dict[str, bool] = {}
+    for _, tree in layers:
+        for key, value in _leaves(tree):
+            said[key] = said.get(key, False) or value != MISSING
+    return [key for key, is_said in said.items() if not is_said]
+
+
+def _leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def save_config(config: RunConfig, path: Path) -> None:

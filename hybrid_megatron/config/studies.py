@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from hybrid_megatron.config import load
+from hybrid_megatron.config.load import RECIPES, nearest
 from hybrid_megatron.config.study import Evaluation, Run, Study, describe
 from hybrid_megatron.config.study_file import read_study
 from hybrid_megatron.errors import ConfigError
@@ -10,14 +10,17 @@ from hybrid_megatron.errors import ConfigError
 __all__ = ["Evaluation", "Run", "Study", "describe", "find_run", "load_study", "study_names"]
 
 
+STUDIES = RECIPES / "studies"
+
+
 def study_names() -> list[str]:
-    return sorted(path.stem for path in (load.RECIPES / "studies").glob("*.yaml"))
+    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
 
 
 def load_study(name: str) -> Study:
     """Read a study. Raises ConfigError with everything that is wrong with it.
 
-    Fragments, overrides and references to other runs are checked here; rules between the settings of one run by `load_recipe` and `validate`.
+    Fragments, overrides and references to other runs are checked here; the settings of one run together by `load_recipe` and `validate`.
     """
     study = _read(name)
     references = [(f"init_from of {run.name}", run.init_from) for run in study.runs if run.init_from is not None]
@@ -49,5 +52,5 @@ def _problems_of(key: str) -> list[str]:
 def _read(name: str) -> Study:
     """A study without a look at others."""
     if name not in study_names():
-        raise ConfigError(f"study {name!r} is not known{load.nearest(name, study_names())}; studies are {', '.join(study_names())}")
-    return read_study(load.RECIPES / "studies" / f"{name}.yaml")
+        raise ConfigError(f"study {name!r} is not known{nearest(name, study_names())}; studies are {', '.join(study_names())}")
+    return read_study(STUDIES / f"{name}.yaml")

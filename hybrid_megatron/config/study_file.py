@@ -14,10 +14,10 @@
       - runs: <size>+<pattern>+pretrain_4k
         settings: {plain: [], log: inference.logit_scale=log}
 
-<axis> stands for each value of an axis in turn: a part of a recipe, or a name for overrides, as of lr. A run is named by its recipe as written
-there, or by `name`, and lies in runs/STUDY/RUN. `also` names runs of other studies that belong to the comparison, so that nothing is trained
-twice. `gpus` maps words of recipes to the GPUs that runs with them are meant for, 8 if none says otherwise; `lengths` are those of all
-evaluations. An entry of runs, also or evaluations may have `axes` of its own, over the study's, and a run a `note`.
+<axis> stands for each value of an axis in turn: a part of a recipe, or a name for overrides, as of lr. A run is named by its recipe as
+written there, or by `name`, and lies in runs/STUDY/RUN. `also` names runs of other studies that belong to the comparison: nothing is
+trained twice. `gpus` maps words of recipes to the GPUs that runs with them are meant for, 8 if none says otherwise; `lengths` are those of
+all evaluations. An entry of runs, also or evaluations may have `axes` of its own, over the study's, and a run a `note`.
 """
 
 import itertools

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_megatron import platform
@@ -21,7 +22,9 @@ from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.parallel import ParallelState, start
 from hybrid_megatron.parallel.state import global_rank, world_size
 
-_MULTIPLES = (1, 2, 4, 8, 16)
+LONGEST = 16
+"""In training lengths: the longest length that is measured unless others are asked for."""
+_MULTIPLES = (1, 2, 4, 8, LONGEST)
 """Of the training length: the lengths that are measured unless others are asked for."""
 
 
@@ -31,12 +34,19 @@ def evaluate(run_dir: Path, settings: EvaluationConfig, *, silent: bool = False)
     Called by every process. Raises a UserError for what the user can mend, on every process; before any process group exists where that
     is possible. `silent`: nothing is printed.
     """
-    trained = _config_of(run_dir)
-    settings = _filled(settings, trained, run_dir)
+    [report] = evaluate_each(run_dir, [settings], silent=silent)
+    return report
+
+
+def evaluate_each(run_dir: Path, alternatives: list[EvaluationConfig], *, silent: bool = False) -> Iterator[Report]:
+    """As `evaluate`, for settings that differ in `inference` and `name` alone: one checkpoint, the same tokens, one start of processes."""
+    trained = config_of_run(run_dir)
+    alternatives = [_filled(settings, trained, run_dir) for settings in alternatives]
+    settings = alternatives[0]
     config = dataclasses.replace(
         trained, parallel=settings.parallel, train=dataclasses.replace(trained.train, precision=settings.precision, recompute="none")
     )
-    plan = validate_evaluation(settings, config, world_size())
+    plans = [validate_evaluation(each, config, world_size()) for each in alternatives]
     platform.select_device()
     checkpoint = _checkpoint(run_dir, settings.checkpoint)
     key = f"data={settings.data}"
@@ -44,7 +54,9 @@ def evaluate(run_dir: Path, settings: EvaluationConfig, *, silent: bool = False)
     data = held_out(stream, key, max(settings.lengths), settings.tokens, settings.whole_documents, config.data.document_mask)
     narrator = Narrator(speaks=global_rank() == 0 and not silent)
     with start(config.parallel, config.seed) as state:
-        return _run(run_dir, config, settings, plan, state.from_rank_0(checkpoint), data, state, narrator)
+        checkpoint = state.from_rank_0(checkpoint)
+        for each, plan in zip(alternatives, plans):
+            yield _run(run_dir, config, each, plan, checkpoint, data, state, narrator)
 
 
 def _run(
@@ -76,7 +88,8 @@ def _run(
     return report
 
 
-def _config_of(run_dir: Path) -> RunConfig:
+def config_of_run(run_dir: Path) -> RunConfig:
+    """The recipe of a run folder. Raises RunError if there is none."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         what = "it has no config.yaml" if run_dir.is_dir() else "there is no such folder"

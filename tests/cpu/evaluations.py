@@ -11,21 +11,32 @@ from torch import Tensor
 from hybrid_megatron.config import EvaluationConfig, load_settings
 from hybrid_megatron.evaluation import evaluate as evaluate_module
 from hybrid_megatron.evaluation import results
+from launch import choose_logit_base
 from launch import evaluate as evaluate_command
 from tests.cpu.ranks import Ranks
 from tests.cpu.runs import Ended
 
 
-def command(words: list[str]) -> Ended:
-    """`python -m launch evaluate WORDS`, inside a rank."""
+def _inside(module, words: list[str]) -> Ended:
+    """A command of `launch`, inside a rank."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
         try:
-            evaluate_command.main(words)
+            module.main(words)
         except SystemExit as end:
             code = end.code
     return Ended(code, out.getvalue(), err.getvalue())
+
+
+def command(words: list[str]) -> Ended:
+    """`python -m launch evaluate WORDS`, inside a rank."""
+    return _inside(evaluate_command, words)
+
+
+def choose_command(words: list[str]) -> Ended:
+    """`python -m launch choose-logit-base WORDS`, inside a rank."""
+    return _inside(choose_logit_base, words)
 
 
 def evaluate(ranks: Ranks, size: int, words: list[str]) -> Ended:
