@@ -173,5 +173,8 @@ def _dataset_parts(manifest: "Manifest") -> list[str]:
 def _build_cache(options: argparse.Namespace) -> None:
     from data_prep.build_cache import build_cache
 
-    for folder in dict.fromkeys(build_cache([options.recipe, *options.overrides])):
+    folders = dict.fromkeys(build_cache([options.recipe, *options.overrides]))
+    for folder in folders:
         print(f"{folder}: index maps are there")
+    if not folders:
+        print("data.whole_documents=true needs no index maps; the datasets have documents that fill a sample")

@@ -1,4 +1,5 @@
-"""megatron-core's GPTDataset over one indexed dataset, one epoch of it, from index maps that `data_prep build-cache` made beforehand.
+"""One epoch of samples over one indexed dataset: megatron-core's GPTDataset, from index maps that `data_prep build-cache` made beforehand, or
+whole documents, which need no maps.
 
 A training run never builds index maps: many processes on a shared file system would race for them. One epoch's maps depend on the dataset,
 the context and the seed alone, so one cache serves every token budget and every layout.
@@ -16,6 +17,7 @@ import numpy as np
 import hybrid_megatron.platform  # noqa: F401  before megatron.core
 from data_prep.manifest import manifest_path, read_manifest
 from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.data.whole_documents import WholeDocuments
 from hybrid_megatron.errors import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, IndexedDataset
@@ -30,7 +32,7 @@ class Dataset:
     """One epoch of samples; `samples[i]` has tokens and labels [context]."""
 
     prefix: Path
-    samples: GPTDataset
+    samples: GPTDataset | WholeDocuments
     fingerprint: str
     """Identity of the token files, stored in checkpoints: a run does not resume on other data."""
 
@@ -42,13 +44,15 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
     """Open `data.train` or `data.valid` for training. Raises DataError: missing or damaged files, another tokenizer, too few
     tokens, no index maps."""
     prefix = _prefix(config, split)
+    if config.data.whole_documents:
+        return _open_whole_documents(config, split, prefix)
     fingerprint = _check_files(config, f"data.{split}={prefix}", prefix)
     cache = _cache_dir(config, prefix)
     # defer_npy_index_mmap makes no maps and reads none yet, but knows their names and the number of samples
     named = _gpt_dataset(config, prefix, fingerprint, cache, deferred=True)
     _check_enough(config, split, prefix, named)
     if split == "train" and not config.data.repeat:
-        _check_once_through(config, prefix, named)
+        _check_once_through(config, prefix, len(named))
     if not all(path.is_file() for path in _map_files(named)):
         raise DataError(
             f"data.{split}={prefix}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}; "
@@ -62,6 +66,20 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
                 f"data.{split}={prefix}: the index map {path} is damaged ({error}); remove it and run build-cache again"
             ) from None
     return Dataset(prefix, named, fingerprint)
+
+
+def _open_whole_documents(config: RunConfig, split: str, prefix: Path) -> Dataset:
+    key, context = f"data.{split}={prefix}", config.train.context
+    stream = open_tokens(config, key, prefix)
+    samples = WholeDocuments(stream.tokens, stream.borders, context, config.seed)
+    if not len(samples):
+        raise DataError(
+            f"{key}: with data.whole_documents=true a sample is the beginning of one document, and none holds the {context + 1:,} tokens of "
+            f"train.context={context}, the longest {samples.longest:,}; lower train.context, add longer documents, or set it to false"
+        )
+    if split == "train" and not config.data.repeat:
+        _check_once_through(config, prefix, len(samples))
+    return Dataset(prefix, samples, stream.fingerprint)
 
 
 def train_fingerprint(config: RunConfig) -> str:
@@ -92,12 +110,16 @@ def open_tokens(config: RunConfig, key: str, prefix: Path) -> TokenStream:
 
 
 def build_index_caches(config: RunConfig) -> list[Path]:
-    """Make the index maps of a recipe's datasets where they are missing; returns the cache folders. For data_prep, one process."""
+    """Make the index maps of a recipe's datasets where they are missing; returns the cache folders, none for whole documents, which need no
+    maps. For data_prep, one process."""
     folders = []
     for split in SPLITS:
         if split == "valid" and config.data.valid is None:
             continue
         prefix = _prefix(config, split)
+        if config.data.whole_documents:
+            _open_whole_documents(config, split, prefix)
+            continue
         fingerprint = _check_files(config, f"data.{split}={prefix}", prefix)
         cache = _cache_dir(config, prefix)
         try:
@@ -133,14 +155,14 @@ def _check_enough(config: RunConfig, split: str, prefix: Path, dataset: GPTDatas
         )
 
 
-def _check_once_through(config: RunConfig, prefix: Path, dataset: GPTDataset) -> None:
+def _check_once_through(config: RunConfig, prefix: Path, samples: int) -> None:
     """For a run that may not go through its training data again. Its last step is a whole one."""
-    plan, once = config.batch_plan, len(dataset) * config.train.context
+    plan, once = config.batch_plan, samples * config.train.context
     if plan.total_tokens > once:
         possible = plan.tokens(plan.steps_within(once))
         raise DataError(
             f"data.repeat=false: the {plan.num_steps:,} steps of train.tokens={config.train.tokens} take {plan.total_tokens:,} tokens, and "
-            f"data.train={prefix} holds {once:,} in {len(dataset):,} samples of train.context={config.train.context}; "
+            f"data.train={prefix} holds {once:,} in {samples:,} samples of train.context={config.train.context}; "
             + (f"set train.tokens to {possible} or less" if possible else f"lower train.batch_tokens={config.train.batch_tokens}")
             + ", add documents, or set data.repeat=true"
         )
