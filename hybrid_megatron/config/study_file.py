@@ -16,8 +16,9 @@
 
 <axis> stands for each value of an axis in turn: a part of a recipe, or a name for overrides, as of lr. A run is named by its recipe as
 written there, or by `name`, and lies in runs/STUDY/RUN. `also` names runs of other studies that belong to the comparison: nothing is
-trained twice. `gpus` maps words of recipes to the GPUs that runs with them are meant for, 8 if none says otherwise; `lengths` are those of
-all evaluations. An entry of runs, also or evaluations may have `axes` of its own, over the study's, and a run a `note`.
+trained twice. `gpus` maps words of recipes to the GPUs that runs with them are meant for, 8 if none says otherwise; `layouts` maps words
+joined by + to overrides of the runs that have all of them; `lengths` are those of all evaluations. An entry of runs, also or evaluations
+may have `axes` of its own, over the study's, and a run a `note`.
 """
 
 import itertools
@@ -39,6 +40,7 @@ _STUDY = {
     "shows": (list, True),
     "axes": (dict, False),
     "gpus": (dict, False),
+    "layouts": (dict, False),
     "lengths": (list, False),
     "runs": (list, True),
     "also": (list, False),
@@ -129,7 +131,7 @@ class _File:
             for values in self._combinations(where, entry, entry["recipe"]):
                 name = self._written(where, entry.get("name", entry["recipe"]), values)
                 recipe = self._recipe(where, entry["recipe"], values)
-                overrides = [word for _, words in values.values() for word in words]
+                overrides = self._layout(recipe) + [word for _, words in values.values() for word in words]
                 start = self._written(where, entry["init_from"], values) if "init_from" in entry else None
                 if start is not None and "/" not in start:
                     if start not in names:
@@ -159,6 +161,10 @@ class _File:
 
     def _gpus(self, recipe: list[str]) -> int:
         return next((count for word, count in self.tree.get("gpus", {}).items() if word in recipe), _GPUS)
+
+    def _layout(self, recipe: list[str]) -> list[str]:
+        layouts = self.tree.get("layouts", {}).items()
+        return [word for words, overrides in layouts if set(words.split("+")) <= set(recipe) for word in _as_list(overrides)]
 
     def _references(self, key: str) -> Iterator[str]:
         """STUDY/RUN of each combination of each entry."""
@@ -197,6 +203,10 @@ class _File:
                 self._wrong(f"gpus.{word}: no recipe has this word{nearest(word, self.used_words)}")
             if not isinstance(count, int) or count < 1:
                 self._wrong(f"gpus.{word}={count}: this must be a number of GPUs")
+        for words, overrides in self.tree.get("layouts", {}).items():
+            if unused := [word for word in words.split("+") if word not in self.used_words]:
+                self._wrong(f"layouts.{words}: no recipe has the word {unused[0]}{nearest(unused[0], self.used_words)}")
+            self._wrong(*(f"layouts.{words}: {problem}" for problem in override_problems(RunConfig, _as_list(overrides))))
 
     def _wrong(self, *problems: str) -> None:
         self.problems += [f"study {self.name}: {problem}" for problem in problems]

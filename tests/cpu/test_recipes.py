@@ -15,6 +15,9 @@ from hybrid_megatron.data import build_index_caches
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.planning.choices import fits
+from hybrid_megatron.planning.layout import Layout
+from hybrid_megatron.planning.memory import peak_memory
 from tests.cpu.cells import losses
 
 NAMES = {folder: sorted(path.stem for path in (RECIPES / folder).glob("*.yaml")) for folder in FOLDERS}
@@ -198,10 +201,11 @@ def all_runs() -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("name", study_names())
-def test_every_run_of_a_study_is_valid(name):
+def test_every_run_of_a_study_is_valid_and_fits(name):
     for run in load_study(name).runs:
         config = loaded(f"{name}:{run.name}")
         validate(config, run.gpus)
+        assert fits(peak_memory(Layout(config, plan_layers(config), run.gpus))), run.name
         assert (config.name, config.run_dir) == (run.name, f"runs/{name}/{run.name}")
         assert run.gpus == (16 if run.name.startswith("3b+") else 8)
         if run.init_from is None:
@@ -370,6 +374,20 @@ def test_miniatures_train(ranks, tiny_datasets, tmp_path, recipe):
     [lines] = ranks.run(1, losses, [f"{recipe}+tiny", *tiny_datasets, f"run_dir={tmp_path}"])
     assert [line["step"] for line in lines] == [1, 2]
     assert all(5 < line["lm_loss"] < 6.5 and line["grad_norm"] > 0 for line in lines), "ln 256 is 5.5"
+
+
+REST = [
+    f"376m+{path.stem}+{stage}"
+    for path in sorted((RECIPES / "patterns").glob("*.yaml"))
+    for stage in (["hypenet_4k"] if path.stem.startswith(("hypenet", "swan")) else ["pretrain_4k", "extend_32k"])
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", REST)
+def test_every_pattern_trains_in_miniature_in_every_stage(ranks, tiny_datasets, tmp_path, recipe):
+    [lines] = ranks.run(1, losses, [f"{recipe}+tiny", *tiny_datasets, f"run_dir={tmp_path}"])
+    assert [line["step"] for line in lines] == [1, 2] and all(5 < line["lm_loss"] < 6.5 for line in lines)
 
 
 def test_two_stages_in_miniature(ranks, tiny_datasets, tmp_path):
