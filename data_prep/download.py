@@ -60,12 +60,12 @@ def download(
             if damaged == DAMAGED:
                 raise DataError(f"{file.path} came with wrong bytes {DAMAGED} times (its hash differs); try later, or check --endpoint")
         except (_Transient, httpx2.RequestError) as error:
-            failures = 1 if partial.stat().st_size > before else failures + 1
+            failures = 0 if partial.stat().st_size > before else failures + 1
             if failures == FAILURES:
                 reason = str(error).strip() or type(error).__name__
                 sentence = f"{file.path} could not be fetched from {hub.endpoint} ({reason}) in {FAILURES} attempts"
                 raise DataError(f"{sentence}; run the same command again to go on") from None
-            wait = min(FIRST_WAIT_SECONDS * 2 ** (failures - 1), LONGEST_WAIT_SECONDS)
+            wait = min(FIRST_WAIT_SECONDS * 2**failures, LONGEST_WAIT_SECONDS)
             if stop.wait(max(wait, getattr(error, "wait", 0.0))):
                 raise Stopped from None
 
@@ -97,7 +97,7 @@ def _append(hub: Hub, commit: str, file: RemoteFile, partial: Path, count: Calla
             opened.truncate(0)
         elif not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
             raise _Transient("the hub sent another part than it was asked for")
-        for chunk in response.iter_bytes(CHUNK_BYTES):
+        for chunk in response.iter_bytes():  # as they come: chunks of one size would hold bytes back, and lose them with the connection
             opened.write(chunk)
             count(len(chunk))
             if stop.is_set():
