@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
 from data_prep import download as download_module
@@ -34,20 +35,25 @@ def content(number: int, size: int = 5_000) -> bytes:
     return random.Random(number).randbytes(size)
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    import huggingface_hub
+@pytest.fixture(scope="module")
+def client():
+    """huggingface_hub's client, without a proxy; making one takes a while, so all tests share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        huggingface_hub.close_session()
+        yield
+        huggingface_hub.close_session()
 
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+
+@pytest.fixture
+def hub(client, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(download_module, "FIRST_WAIT_SECONDS", 0.01)
-    huggingface_hub.close_session()
     files = {path: content(number) for number, path in enumerate(SHARDS)} | {"README.md": b"# A card\n", ".gitattributes": b"*.zst\n"}
     fake = FakeHub(DCLM.repository, files, {"main": COMMIT, DCLM.revision: DCLM.revision})
     with fake.serving():
         yield fake
-        huggingface_hub.close_session()
 
 
 def fetch(hub: FakeHub, output: Path, *words: str, tokens: str = ALL, margin: str = "0") -> int:
@@ -267,8 +273,6 @@ def test_refusals(hub, tmp_path, capsys, where, refusal, message):
 
 
 def test_mistakes_in_what_is_asked(hub, tmp_path, capsys, monkeypatch):
-    import huggingface_hub
-
     for words, message in (
         (["--revision", "v9"], "mlfoundations/dclm-baseline-1.0 has no revision v9; see"),
         (["--repository", "nobody/nothing"], "has no data set nobody/nothing that you may read"),
