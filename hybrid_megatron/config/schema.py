@@ -168,8 +168,8 @@ class DataConfig:
     repeat: bool = True
     """Whether a token budget beyond the training data goes through it again; false: such a budget is refused."""
     whole_documents: bool = False
-    """false: documents are joined and cut into samples. true: each sample is the beginning of one document, and only documents that fill one
-    are used; for training and validation."""
+    """false: documents are joined and cut into samples. true: each sample is the beginning of one document, and only documents that fill
+    one are used; for training and validation."""
     document_mask: bool = False
     """Keep attention and states from crossing the border between two documents of one sample."""
 

@@ -1,5 +1,5 @@
-"""One epoch of samples over one indexed dataset: megatron-core's GPTDataset, from index maps that `data_prep build-cache` made beforehand, or
-whole documents, which need no maps.
+"""One epoch of samples over one indexed dataset: megatron-core's GPTDataset, from index maps that `data_prep build-cache` made beforehand,
+or whole documents, which need no maps.
 
 A training run never builds index maps: many processes on a shared file system would race for them. One epoch's maps depend on the dataset,
 the context and the seed alone, so one cache serves every token budget and every layout.
@@ -74,8 +74,8 @@ def _open_whole_documents(config: RunConfig, split: str, prefix: Path) -> Datase
     samples = WholeDocuments(stream.tokens, stream.borders, context, config.seed)
     if not len(samples):
         raise DataError(
-            f"{key}: with data.whole_documents=true a sample is the beginning of one document, and none holds the {context + 1:,} tokens of "
-            f"train.context={context}, the longest {samples.longest:,}; lower train.context, add longer documents, or set it to false"
+            f"{key}: with data.whole_documents=true a sample is the beginning of one document, and none holds the {context + 1:,} tokens "
+            f"of train.context={context}, the longest {samples.longest:,}; lower train.context, add longer documents, or set it to false"
         )
     if split == "train" and not config.data.repeat:
         _check_once_through(config, prefix, len(samples))
