@@ -4,8 +4,8 @@ Errors are relative norms, ||x - x_ref|| / ||x_ref||. bfloat16 keeps 8 bits: one
 the norm, and the kernels round their intermediate q, k, v, updates and states once each, so outputs and gradients stand at 2e-3 to 4e-3
 (head dim 64 and 128, H200) and 1e-2 is the bound. The final state and everything's sums are float32, but for one: FLA 0.6.0 sums what a
 chunk's first state gives to the gradient of its gates (chunk_o.py, b_h * b_dh), K V terms, in bf16. That is off by up to 2 % of the term,
-for all tokens of the chunk alike, and the term is most of the gradient where a chunk is a token long or nothing decays. From the rounding of
-such a sum over 128 x 128 terms by two warps the bound for the gradient of g is 6e-2; its steps within chunks are held to 1e-2. float32
+for all tokens of the chunk alike, and the term is most of the gradient where a chunk is a token long or nothing decays. From the rounding
+of such a sum over 128 x 128 terms by two warps the bound for the gradient of g is 6e-2; its steps within chunks are held to 1e-2. float32
 inputs go through TF32 tensor cores, Triton's default: 11 bits, one rounding 5e-4 at most, bound 2e-3.
 """
 
