@@ -1,7 +1,7 @@
 """python benchmarks/two_stages.py [--keep DIR] [--out DIR] [--small]
 
 Two stages on the quickstart's real corpus: recipes/quickstart.yaml at 256 tokens a sample, then from its checkpoint at 1,024 tokens a
-sample, once with the plain loss and once with LongCE. All three are evaluated on the same held-out tokens at 1,024 and 4,096 tokens a sample,
+sample, once with the plain loss and once with LongCE. All three are evaluated on the same held-out tokens at 1,024 and 4,096 a sample,
 and their losses by position are drawn over each other. `make quickstart` must have prepared the data. Writes two_stages.json and
 two_stages.png into `--out` ($OUT, or this folder). `--small` spends a few steps only, to check this program.
 """
