@@ -3,9 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from data_prep.quantities import parse_count
+from hybrid_megatron.quantities import parse_count
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +45,11 @@ def fraction(ends: bool) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def dataset(word: str) -> Path:
+    """The path of a dataset, with or without `.bin`: so `shards-*/documents.bin` names many."""
+    return Path(word.removesuffix(".bin"))
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data_prep.arguments import Parser, add_overwrite, count, fraction
+from data_prep.arguments import Parser, add_overwrite, count, dataset, fraction
 from data_prep.dataset_commands import add_dataset_commands
 from data_prep.progress import human_bytes
 from data_prep.report import dataset_parts, say
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add_overwrite(tokenize)
 
     split = command("split", _split, "Split a dataset into DIR/train.* and DIR/valid.* by whole documents.")
-    split.add_argument("--input", type=Path, required=True, metavar="DIR/documents", help="without .bin or .idx")
+    split.add_argument("--input", type=dataset, required=True, metavar="DIR/documents", help="with or without .bin")
     split.add_argument("--output", type=Path, required=True, metavar="DIR")
     split.add_argument("--valid-fraction", type=fraction(False), default=0.05, metavar="F", help="of all tokens (default 0.05)")
     split.add_argument("--seed", type=count(0), default=0, metavar="N")
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
     cache = command("build-cache", _build_cache, "Build the index maps of a recipe's datasets, before training starts.")
     cache.add_argument("recipe", metavar="RECIPE")
-    cache.add_argument("overrides", nargs="*", metavar="a.b=c")
+    cache.add_argument("overrides", nargs="*", default=[], metavar="a.b=c")
     return parser
 
 

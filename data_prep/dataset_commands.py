@@ -6,17 +6,17 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data_prep.arguments import add_overwrite, count
+from data_prep.arguments import add_overwrite, count, dataset
 from data_prep.report import dataset_parts, say
 from hybrid_megatron.errors import DataError
 
-_PREFIX = "a dataset's path without .bin or .idx"
+_PREFIX = "a dataset's path, with or without .bin"
 
 
 def add_dataset_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """`command(name, run, summary)` adds one command and returns its parser."""
     merge = command("merge", _merge, "Merge datasets into one, their documents in order.")
-    merge.add_argument("--input", type=Path, nargs="+", required=True, metavar="PREFIX", help=_PREFIX)
+    merge.add_argument("--input", type=dataset, nargs="+", required=True, metavar="PREFIX", help=_PREFIX)
     merge.add_argument("--output", type=Path, required=True, metavar="PREFIX")
     add_overwrite(merge)
 
@@ -30,17 +30,17 @@ def add_dataset_commands(command: Callable[..., argparse.ArgumentParser]) -> Non
     add_overwrite(blend)
 
     verify = command("verify", _verify, "Check a dataset against its index and its manifest; exit code 2 with every problem.")
-    verify.add_argument("prefix", type=Path, metavar="PREFIX", help=_PREFIX)
+    verify.add_argument("prefix", type=dataset, metavar="PREFIX", help=_PREFIX)
     verify.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="check that the dataset was made with it")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
 
     stats = command("stats", _stats, "Count documents and tokens, and say how long the documents are.")
-    stats.add_argument("prefix", type=Path, metavar="PREFIX", help=_PREFIX)
+    stats.add_argument("prefix", type=dataset, metavar="PREFIX", help=_PREFIX)
     stats.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a histogram of the lengths")
     stats.add_argument("--json", action="store_true", help="print one JSON object")
 
     inspect = command("inspect", _inspect, "Show one document of a dataset as ids and as text.")
-    inspect.add_argument("prefix", type=Path, metavar="PREFIX", help=_PREFIX)
+    inspect.add_argument("prefix", type=dataset, metavar="PREFIX", help=_PREFIX)
     inspect.add_argument("number", type=int, metavar="N", help="from 0; -1 is the last one")
     inspect.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="default: the file of the manifest's name beside the dataset")
 
@@ -70,7 +70,7 @@ def _weighted(words: Sequence[str]) -> list[tuple[float, Path]]:
     pairs = []
     for at in range(0, len(words), 2):
         try:
-            weight, prefix = float(words[at]), Path(words[at + 1])
+            weight, prefix = float(words[at]), dataset(words[at + 1])
         except (ValueError, IndexError):
             raise DataError(f"--input {' '.join(words)}: give a weight before each dataset, such as 0.7 /data/a 0.3 /data/b") from None
         pairs.append((weight, prefix))

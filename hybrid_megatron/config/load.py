@@ -6,6 +6,7 @@ A word of a recipe is either the path of a YAML file or the name of a fragment i
 Unknown keys and wrong types are collected over all files and overrides and reported together.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -20,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import ConfigError
+from hybrid_megatron.quantities import parse_count
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 _FOLDERS = ("", "models", "patterns", "stages")
@@ -48,6 +50,7 @@ def load_settings[Settings](schema: type[Settings], words: list[str]) -> Setting
 
 def _filled[Settings](schema: type[Settings], layers: list[tuple[str, dict]], called: str, name_it: Callable | None = None) -> Settings:
     """An instance of `schema` from trees of settings, each with the words for where it comes from, later ones over earlier ones."""
+    layers = [(where, _with_counts(tree)) for where, tree in layers]
     problems = [problem for where, tree in layers for problem in _type_problems(tree, schema, where, schema)]
     if problems:
         raise ConfigError(problems)
@@ -61,6 +64,19 @@ def _filled[Settings](schema: type[Settings], layers: list[tuple[str, dict]], ca
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{getattr(error, 'full_key', None) or called}: {str(error).splitlines()[0]}") from None
+
+
+def _with_counts(tree: dict) -> dict:
+    """The same with `tokens: 50B` and the like as whole numbers; what cannot be read stays, and is a wrong type."""
+    counted = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            value = _with_counts(value)
+        elif isinstance(value, str) and (key == "tokens" or str(key).endswith("_tokens")):
+            with contextlib.suppress(ValueError):
+                value = parse_count(value)
+        counted[key] = value
+    return counted
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -13,6 +13,7 @@ from hybrid_megatron.data import build_index_caches
 from hybrid_megatron.training.run_folder import RunFolder
 from tests.cpu.runs import CHECKOUT, Process, checkpoints, computed, snapshot, tensors, train
 from tests.cpu.tiny import tiny_words
+from tests.cpu.token_files import run as data_prep
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +150,12 @@ def test_the_command_that_makes_index_maps_is_the_recipes_own(ranks, data, tmp_p
     words = tiny_words(data, f"run_dir={tmp_path / 'a run'}")
     command = refused(ranks, words).partition("python -m data_prep ")[2]
     assert shlex.split(command) == ["build-cache", *words]
+
+
+@pytest.mark.parametrize("override", ["train.context=0", "seed=-1", "parallel.tensor=3"])
+def test_build_cache_checks_the_recipe(tiny_data, override):
+    code, said = data_prep("build-cache", *tiny_words(tiny_data, override))
+    assert code == 2 and all(line.startswith(f"error: {override}: ") for line in said.err.splitlines())
 
 
 def test_vocabulary_larger_than_the_models(ranks, tiny_data, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.indexed_dataset import IndexedDataset, token_dtype, write_index
@@ -21,7 +21,7 @@ from tests.cpu.token_files import TOKENIZER, documents_of, run, write_dataset
 def test_documents_follow_each_other_and_the_manifest_lists_the_parts(tmp_path):
     parts = {"a": [[1, 7, 2], [1, 8, 8, 2]], "b": [[1, 9, 2]], "c": [[1, 5, 6, 2]]}
     prefixes = [write_dataset(tmp_path / name / "documents", documents) for name, documents in parts.items()]
-    code, said = run("merge", "--input", *prefixes, "--output", tmp_path / "all" / "pile")
+    code, said = run("merge", "--input", *(f"{prefix}.bin" for prefix in prefixes), "--output", tmp_path / "all" / "pile")
     assert code == 0 and "4 documents, 14 tokens" in said.out and "3 parts" in said.out
     assert documents_of(tmp_path / "all" / "pile") == sum(parts.values(), [])
     manifest = read_manifest(tmp_path / "all" / "pile")
@@ -92,7 +92,7 @@ def test_damaged_parts_leave_no_output(tmp_path):
 DOCUMENTS = st.lists(st.lists(st.integers(0, 399), min_size=1, max_size=40), min_size=1, max_size=30)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4), seed=st.integers(0, 99), large=st.booleans())
 def test_any_documents_come_back_through_merge_split_and_megatron(parts, seed, large, tmp_path_factory):
     """Pieces of 16 tokens and 8 documents, so that every border between pieces is met."""
