@@ -7,8 +7,8 @@ the document index D, i32[S] lengths (tokens), i64[S] offsets into `.bin` (bytes
 import hashlib
 import os
 import struct
-from array import array
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,8 +23,9 @@ DTYPE_CODES = {"uint16": 8, "int32": 4}
 # megatron-core's own border: its reader derives nothing from it, but its writer would choose the same type.
 UINT16_VOCAB_LIMIT = 65500
 HEADER_BYTES = len(MAGIC) + 8 + 1 + 8 + 8
-_CHUNK_DOCUMENTS = 1 << 20
-_CHUNK_TOKENS = 1 << 24
+# Whatever reads or writes a whole dataset holds so much of it at a time.
+PIECE_DOCUMENTS = 1 << 20
+PIECE_TOKENS = 1 << 22
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -70,72 +71,83 @@ class _HashedFile:
         self.file.close()
 
 
+def write_index(path: Path, dtype: np.dtype, documents: int, lengths: Callable[[], Iterable[np.ndarray]]) -> tuple[int, str]:
+    """Write an `.idx` of `documents` documents; returns its size in bytes and its SHA-256.
+
+    `lengths()` yields their lengths in tokens, i32, in pieces, the same ones twice: nothing is held for all documents at once.
+    """
+    idx = _HashedFile(path)
+    idx.write(MAGIC + struct.pack("<QBQQ", VERSION, DTYPE_CODES[dtype.name], documents, documents + 1))
+    for piece in lengths():
+        idx.write(piece.astype("<i4").tobytes())
+    offset = 0
+    for piece in lengths():
+        ends = offset + np.cumsum(piece, dtype=np.int64) * dtype.itemsize
+        idx.write(np.concatenate([[offset], ends[:-1]]).astype("<i8").tobytes())
+        offset = int(ends[-1])
+    for start in range(0, documents + 1, PIECE_DOCUMENTS):
+        idx.write(np.arange(start, min(start + PIECE_DOCUMENTS, documents + 1), dtype="<i8").tobytes())
+    idx.close()
+    assert idx.bytes == idx_size(documents)
+    return idx.bytes, idx.sha256.hexdigest()
+
+
 class IndexedDatasetWriter:
-    """Appends documents to a `.bin` and writes the `.idx` at the end. Holds four bytes of memory a document."""
+    """Appends documents to a `.bin` and writes the `.idx` at the end. Lengths wait in a nameless file, so memory does not grow."""
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: np.dtype):
-        self._dtype = dtype
+        self.dtype = dtype
         self._idx_path = idx_path
         self._bin = _HashedFile(bin_path)
-        self._lengths = array("i")
+        self._lengths = tempfile.TemporaryFile(dir=idx_path.parent)
+        self.documents = 0
         self.tokens = 0
-
-    @property
-    def documents(self) -> int:
-        return len(self._lengths)
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append one document of at least one token."""
-        self.add_many(np.asarray(tokens, self._dtype), [len(tokens)])
+        self.add_many(np.asarray(tokens, self.dtype), [len(tokens)])
 
     def add_many(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
         """Append documents that lie back to back in `tokens` [sum(lengths)], of this dataset's type."""
-        lengths = np.asarray(lengths, np.int32)
-        assert tokens.dtype == self._dtype and tokens.shape == (lengths.sum(dtype=np.int64),) and (lengths > 0).all()
+        lengths = np.asarray(lengths, "<i4")
+        assert tokens.dtype == self.dtype and tokens.shape == (lengths.sum(dtype=np.int64),) and (lengths > 0).all()
         self._bin.write(tokens.tobytes())
-        self._lengths.frombytes(lengths.tobytes())
+        self._lengths.write(lengths.tobytes())
+        self.documents += len(lengths)
         self.tokens += len(tokens)
 
     def finish(self) -> WrittenDataset:
         """Close the `.bin`, write the `.idx` and return what was written."""
         self._bin.close()
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
-        assert int(lengths.sum(dtype=np.int64)) == self.tokens
-        idx = _HashedFile(self._idx_path)
-        name = self._dtype.name
-        idx.write(MAGIC + struct.pack("<QBQQ", VERSION, DTYPE_CODES[name], len(lengths), len(lengths) + 1))
-        chunks = [lengths[start : start + _CHUNK_DOCUMENTS] for start in range(0, len(lengths), _CHUNK_DOCUMENTS)]
-        for chunk in chunks:
-            idx.write(chunk.astype("<i4").tobytes())
-        offset = 0
-        for chunk in chunks:
-            ends = offset + np.cumsum(chunk, dtype=np.int64) * self._dtype.itemsize
-            idx.write(np.concatenate([[offset], ends[:-1]]).astype("<i8").tobytes())
-            offset = int(ends[-1])
-        for start in range(0, len(lengths) + 1, _CHUNK_DOCUMENTS):
-            idx.write(np.arange(start, min(start + _CHUNK_DOCUMENTS, len(lengths) + 1), dtype="<i8").tobytes())
-        idx.close()
-        assert idx.bytes == idx_size(len(lengths))
-        hashes = self._bin.sha256.hexdigest(), idx.sha256.hexdigest()
-        return WrittenDataset(len(lengths), self.tokens, name, self._bin.bytes, idx.bytes, *hashes)
+        idx_bytes, idx_sha256 = write_index(self._idx_path, self.dtype, self.documents, self._written_lengths)
+        self._lengths.close()
+        hashes = self._bin.sha256.hexdigest(), idx_sha256
+        return WrittenDataset(self.documents, self.tokens, self.dtype.name, self._bin.bytes, idx_bytes, *hashes)
 
     def close(self) -> None:
         """Give the files up without finishing them."""
         self._bin.file.close()
+        self._lengths.close()
+
+    def _written_lengths(self) -> Iterator[np.ndarray]:
+        self._lengths.seek(0)
+        while data := self._lengths.read(4 * PIECE_DOCUMENTS):
+            yield np.frombuffer(data, "<i4")
 
 
 class IndexedDataset:
-    """A dataset read back: `lengths` i32 [documents], and document `i` as an array of tokens.
+    """A dataset read back: `lengths` i32 [documents], `tokens` (both stay on disk), and document `i` as an array of tokens.
 
-    Raises `DataError` where the two files do not fit each other, which Megatron's own reader does not check.
+    Raises `DataError` where the two files do not fit each other, which Megatron's own reader does not check. Without `check` only the
+    index's header and size are looked at, and `problems` says what else is wrong.
     """
 
-    def __init__(self, prefix: Path):
+    def __init__(self, prefix: Path, check: bool = True):
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         try:
             with self.idx_path.open("rb") as file:
                 header = file.read(HEADER_BYTES)
-            bin_bytes, idx_bytes = self.bin_path.stat().st_size, self.idx_path.stat().st_size
+            self.bin_bytes, idx_bytes = self.bin_path.stat().st_size, self.idx_path.stat().st_size
         except OSError as error:
             raise DataError(
                 f"{prefix}: the dataset cannot be read ({error.strerror}: {error.filename}); name it without .bin or .idx"
@@ -150,28 +162,93 @@ class IndexedDataset:
                 "bytes; what is read here has one sequence a document, of uint16 or int32: build it with `python -m data_prep tokenize`"
             )
         self.dtype = np.dtype(names[code]).newbyteorder("<")
-        self.lengths = np.memmap(self.idx_path, "<i4", "r", HEADER_BYTES, (sequences,)) if sequences else np.zeros(0, "<i4")
-        tokens = int(self.lengths.sum(dtype=np.int64))
-        if bin_bytes != tokens * self.dtype.itemsize:
-            raise DataError(
-                f"{self.bin_path}: {bin_bytes} bytes, but its index counts {tokens} tokens of {self.dtype.itemsize} bytes; "
-                "one of the two files is damaged or belongs to another dataset: build them again"
-            )
-        self.tokens = np.memmap(self.bin_path, self.dtype, "r") if tokens else np.zeros(0, self.dtype)
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        self._documents = sequences
+        for problem in self.problems() if check else ():
+            raise DataError(f"{problem}; one of the two files is damaged or belongs to another dataset: build them again")
+        self.lengths = self._mapped(self.idx_path, "<i4", HEADER_BYTES, sequences)
+        self._pointers = self._mapped(self.idx_path, "<i8", HEADER_BYTES + 4 * sequences, sequences)
+        self.tokens = self._mapped(self.bin_path, self.dtype, 0, self.bin_bytes // self.dtype.itemsize)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self._documents
 
     def __getitem__(self, document: int) -> np.ndarray:
-        return self.tokens[self.starts[document] : self.starts[document + 1]]
+        start = int(self._pointers[document]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[document])]
 
-    def runs(self, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The documents where `chosen` (bool [documents]) is true, as few large pieces of (tokens, lengths), in order."""
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]])))
-        for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            while first < last:
-                stop = int(np.searchsorted(self.starts, self.starts[first] + _CHUNK_TOKENS, "right")) - 1
-                stop = min(last, max(first + 1, stop))
-                yield self.tokens[self.starts[first] : self.starts[stop]], self.lengths[first:stop]
-                first = stop
+    def offsets(self, documents: np.ndarray) -> np.ndarray:
+        """Where these documents begin in the `.bin`, in bytes."""
+        return self._pointers[documents]
+
+    def open_tokens(self) -> BinaryIO:
+        """The `.bin`, unbuffered."""
+        try:
+            return self.bin_path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{self.bin_path} cannot be read ({error.strerror}); check the file") from None
+
+    def problems(self) -> Iterator[str]:
+        """Where lengths, offsets, document index and the size of the `.bin` contradict each other; of each kind, the first place."""
+        found: dict[str, str] = {}
+        first = offset = 0
+        for lengths, offsets, borders in self._index_pieces():
+            ends = offset + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            numbers = np.arange(first, first + len(lengths))
+            for what, wrong, values in (
+                ("a length of {} tokens", lengths < 1, lengths),
+                ("an offset of {} bytes, which is not where the one before it ends", offsets != np.append(offset, ends[:-1]), offsets),
+                ("the entry {} in the document index, which should be its number", borders != numbers, borders),
+            ):
+                if what not in found and wrong.any():
+                    at = int(np.argmax(wrong))
+                    found[what] = f"{self.idx_path}: document {first + at} has {what.format(values[at])}"
+            first, offset = first + len(lengths), int(ends[-1])
+        yield from found.values()
+        if int(_read(self.idx_path, "<i8", 1, idx_size(self._documents) - 8)[0]) != self._documents:
+            yield f"{self.idx_path}: its document index does not end with the number of documents, {self._documents}"
+        if self.bin_bytes != offset:
+            tokens = offset // self.dtype.itemsize
+            yield f"{self.bin_path}: {self.bin_bytes} bytes, but its index counts {tokens} tokens of {self.dtype.itemsize} bytes"
+
+    def length_pieces(self) -> Iterator[np.ndarray]:
+        """The lengths of all documents in order, i32, a piece at a time."""
+        for first, count in self._blocks():
+            yield _read(self.idx_path, "<i4", count, HEADER_BYTES + 4 * first)
+
+    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All documents in order as (tokens, lengths), about `PIECE_TOKENS` at a time, read from the file as they are asked for."""
+        offset = 0
+        for lengths in self.length_pieces():
+            starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            first = 0
+            while first < len(lengths):
+                last = max(first + 1, int(np.searchsorted(starts, starts[first] + PIECE_TOKENS, "right")) - 1)
+                tokens = int(starts[last] - starts[first])
+                yield _read(self.bin_path, self.dtype, tokens, offset + int(starts[first]) * self.dtype.itemsize), lengths[first:last]
+                first = last
+            offset += int(starts[-1]) * self.dtype.itemsize
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, self._documents, PIECE_DOCUMENTS):
+            yield first, min(PIECE_DOCUMENTS, self._documents - first)
+
+    def _index_pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        after_lengths, after_offsets = HEADER_BYTES + 4 * self._documents, HEADER_BYTES + 12 * self._documents
+        for (first, count), lengths in zip(self._blocks(), self.length_pieces(), strict=True):
+            offsets = _read(self.idx_path, "<i8", count, after_lengths + 8 * first)
+            yield lengths, offsets, _read(self.idx_path, "<i8", count, after_offsets + 8 * first)
+
+    @staticmethod
+    def _mapped(path: Path, dtype: str | np.dtype, offset: int, count: int) -> np.ndarray:
+        return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+
+
+def _read(path: Path, dtype: str | np.dtype, count: int, offset: int) -> np.ndarray:
+    """`count` values from a file. Errors are about the input, whatever output is being written meanwhile."""
+    try:
+        values = np.fromfile(path, dtype, count, offset=offset)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); check the file") from None
+    if len(values) != count:
+        raise DataError(f"{path} ends before its index does; build the dataset again")
+    return values

@@ -5,6 +5,7 @@ The manifest is written last, so a dataset with one is complete. The trainer rea
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,10 @@ class Manifest:
     rejected: dict[str, Any] = field(default_factory=lambda: {"count": 0, "by_reason": {}})
     dropped: dict[str, int] = field(default_factory=dict)
     split: dict[str, Any] | None = None
+    cut: list[int] = field(default_factory=list)
+    """Numbers of the documents whose end is missing: `blend` cuts one to meet a number of tokens exactly."""
+    blend: dict[str, Any] | None = None
+    """What `blend` drew from each of its inputs."""
     format: int = FORMAT
 
     @classmethod
@@ -54,8 +59,9 @@ class Manifest:
     def to_json(self) -> str:
         """The content of the manifest's file."""
         values = {"format": self.format} | {key: value for key, value in asdict(self).items() if key != "format"}
-        if self.split is None:
-            del values["split"]
+        for key in ("split", "cut", "blend"):
+            if not values[key]:
+                del values[key]
         return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
     def request(self) -> dict[str, Any]:
@@ -65,6 +71,14 @@ class Manifest:
 
 def read_manifest(prefix: Path | str) -> Manifest:
     """Read `PREFIX.manifest.json` and compare the sizes of `.bin` and `.idx` with it. Raises `DataError` on any misfit."""
+    manifest = read_manifest_alone(prefix)
+    for problem in wrong_sizes(prefix, manifest):
+        raise DataError(f"{problem}; build the dataset again with --overwrite")
+    return manifest
+
+
+def read_manifest_alone(prefix: Path | str) -> Manifest:
+    """Read `PREFIX.manifest.json` without a look at the files it describes. Raises `DataError` if it is missing or damaged."""
     path = manifest_path(Path(prefix))
     try:
         values = json.loads(path.read_text("utf-8"))
@@ -78,22 +92,31 @@ def read_manifest(prefix: Path | str) -> Manifest:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise DataError(f"{path}: format {found!r}, but format {FORMAT} is needed; build the dataset again with --overwrite")
     try:
-        manifest = Manifest(**values)
+        return Manifest(**values)
     except TypeError as error:
         raise DataError(f"{path} is damaged ({error}); build the dataset again with --overwrite") from None
+
+
+def wrong_sizes(prefix: Path | str, manifest: Manifest) -> Iterator[str]:
+    """A sentence for each of `.bin` and `.idx` that is missing or has not the size its manifest says."""
     for suffix, expected in ((".bin", manifest.bin_bytes), (".idx", manifest.idx_bytes)):
         file = Path(f"{prefix}{suffix}")
         size = file.stat().st_size if file.is_file() else None
         if size != expected:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise DataError(f"{file} {found}, but its manifest says {expected} bytes; build the dataset again with --overwrite")
-    return manifest
+            yield f"{file} {found}, but its manifest says {expected} bytes"
 
 
 def sha256_file(path: Path) -> str:
     """Lower-case hex SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_hash(path: Path, found: str, told: str) -> None:
+    """Raise `DataError` unless a file's SHA-256 is the one in its manifest."""
+    if found != told:
+        raise DataError(f"{path} is damaged: its SHA-256 is not the one in its manifest; tokenize again with --overwrite")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[str]:
@@ -111,5 +134,17 @@ def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[
     return found
 
 
-def _contents(inputs: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
-    return [(Path(entry["path"]).name, entry["bytes"], entry["sha256"]) for entry in inputs]
+def _contents(inputs: list[dict[str, Any]]) -> list[tuple]:
+    return [(Path(entry["path"]).name, entry["bytes"], entry["sha256"], entry.get("idx_sha256")) for entry in inputs]
+
+
+def describe_input(prefix: Path, manifest: Manifest) -> dict[str, Any]:
+    """A dataset as an input of another: an entry of the manifest's `source.inputs`."""
+    return {
+        "path": str(prefix),
+        "bytes": manifest.bin_bytes,
+        "sha256": manifest.bin_sha256,
+        "idx_sha256": manifest.idx_sha256,
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+    }

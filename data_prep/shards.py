@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from data_prep.hub import RemoteFile
-from data_prep.token_counts import human_tokens
 from hybrid_megatron.errors import DataError
+from hybrid_megatron.quantities import human_count
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def choose(shards: Sequence[Shard], seed: int, tokens: int, margin: float) -> li
     """
     total = sum(shard.tokens for shard in shards)
     if total < tokens:
-        has = f"holds about {human_tokens(total)} tokens in {len(shards):,} shards"
-        raise DataError(f"--tokens {human_tokens(tokens)} is more than the corpus has: it {has}; ask for fewer")
+        has = f"holds about {human_count(total)} tokens in {len(shards):,} shards"
+        raise DataError(f"--tokens {human_count(tokens)} is more than the corpus has: it {has}; ask for fewer")
     chosen, covered = [], 0
     for shard in sorted(shards, key=lambda shard: _place(seed, shard.file.path)):
         if covered >= tokens * (1 + margin):

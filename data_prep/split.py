@@ -1,11 +1,13 @@
 """`split`: a tokenised dataset into train and valid, by whole documents."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.draw import document_keys, largest_key
 from data_prep.indexed_dataset import IndexedDataset, IndexedDatasetWriter, WrittenDataset
-from data_prep.manifest import SUFFIX, Manifest, read_manifest, sha256_file
+from data_prep.manifest import SUFFIX, Manifest, check_hash, read_manifest
 from data_prep.progress import Progress
 from data_prep.publish import Staging
 from data_prep.tokenize_documents import finished_dataset
@@ -18,7 +20,8 @@ def split(prefix: Path, output: Path, valid_fraction: float, seed: int = 0, over
     """Build `output/train.*` and `output/valid.*`; returns both manifests and whether they were built now.
 
     Documents are drawn in an order fixed by `seed` until they hold `valid_fraction` of the tokens; both parts keep the order of the
-    dataset. Raises `DataError` if a part would be empty, the dataset is damaged, or another dataset is in the way.
+    dataset. Memory does not grow with it. Raises `DataError` if a part would be empty, the dataset is damaged, or another dataset is in
+    the way.
     """
     origin = read_manifest(prefix)
     requests = {}
@@ -30,21 +33,20 @@ def split(prefix: Path, output: Path, valid_fraction: float, seed: int = 0, over
         if all(finished.values()):
             return {part: manifest for part, manifest in finished.items() if manifest is not None}, False
         dataset = IndexedDataset(prefix)
-        if sha256_file(dataset.bin_path) != origin.bin_sha256:
-            raise DataError(f"{dataset.bin_path} is damaged: its SHA-256 is not the one in its manifest; tokenize again with --overwrite")
-        valid = choose_documents(np.asarray(dataset.lengths), valid_fraction, seed)
-        if valid.all() or not valid.any():
-            raise DataError(
-                f"--valid-fraction {valid_fraction:g} of {prefix} leaves no document to {'train' if valid.all() else 'valid'}: it has "
-                f"{len(dataset)} documents of up to {max(dataset.lengths, default=0)} tokens; choose another fraction or shorter documents"
-            )
-        progress = Progress("split", origin.bin_bytes)
-        manifests = {}
-        for part, chosen in (("train", ~valid), ("valid", valid)):
-            written = _copy(dataset, chosen, staging, part, progress)
-            manifests[part] = Manifest.of(written, **requests[part], rejected=origin.rejected, dropped=origin.dropped)
-            staging.write_text(f"{part}{SUFFIX}", manifests[part].to_json())
-        progress.close()
+        limit = largest_key(dataset.length_pieces, valid_fraction * origin.tokens, seed)
+        written, cut = _Copy(dataset, origin, limit, seed, staging).run()
+        for part in PARTS:
+            if written[part].documents == 0:
+                raise DataError(
+                    f"--valid-fraction {valid_fraction:g} of {prefix} leaves no document to {part}: it has {len(dataset)} documents of up "
+                    f"to {dataset.lengths.max(initial=0)} tokens; choose another fraction or shorter documents"
+                )
+        manifests = {
+            part: Manifest.of(written[part], **requests[part], rejected=origin.rejected, dropped=origin.dropped, cut=cut[part])
+            for part in PARTS
+        }
+        for part, manifest in manifests.items():
+            staging.write_text(f"{part}{SUFFIX}", manifest.to_json())
         staging.publish(
             [f"{part}{suffix}" for part in PARTS for suffix in (".bin", ".idx")],
             last=[f"{part}{SUFFIX}" for part in PARTS],
@@ -52,39 +54,38 @@ def split(prefix: Path, output: Path, valid_fraction: float, seed: int = 0, over
     return manifests, True
 
 
-def choose_documents(lengths: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """bool [documents]: the first documents, in an order shuffled by `seed`, that together reach `fraction` of the tokens.
+class _Copy:
+    """One pass over the dataset, which writes both parts and hashes what it reads. A document with a key up to `limit` is for valid."""
 
-    The order comes from a hash of our own, since numpy does not promise the same shuffle in every version.
-    """
-    keys = _splitmix64(np.arange(len(lengths), dtype=np.uint64), seed)
-    order = np.argsort(keys, kind="stable")
-    reached = np.cumsum(lengths[order], dtype=np.int64)
-    count = int(np.searchsorted(reached, fraction * lengths.sum(dtype=np.int64))) + 1
-    chosen = np.zeros(len(lengths), bool)
-    chosen[order[:count]] = True
-    return chosen
+    def __init__(self, dataset: IndexedDataset, origin: Manifest, limit: int, seed: int, staging: Staging):
+        self.dataset, self.origin, self.limit, self.seed = dataset, origin, np.uint64(limit), seed
+        self.writers = {
+            part: IndexedDatasetWriter(staging.path(f"{part}.bin"), staging.path(f"{part}.idx"), dataset.dtype) for part in PARTS
+        }
+        self.cut: dict[str, list[int]] = {part: [] for part in PARTS}
 
+    def run(self) -> tuple[dict[str, WrittenDataset], dict[str, list[int]]]:
+        """What was written, and the numbers of each part's documents that had been cut."""
+        progress = Progress("split", self.origin.bin_bytes)
+        sha256 = hashlib.sha256()
+        first = done = 0
+        try:
+            for tokens, lengths in self.dataset.pieces():
+                sha256.update(tokens)
+                self._add(first, tokens, lengths)
+                first, done = first + len(lengths), done + tokens.nbytes
+                progress.update(done, first, done // tokens.itemsize)
+            check_hash(self.dataset.bin_path, sha256.hexdigest(), self.origin.bin_sha256)
+            return {part: writer.finish() for part, writer in self.writers.items()}, self.cut
+        finally:
+            progress.close()
+            for writer in self.writers.values():
+                writer.close()
 
-def _splitmix64(values: np.ndarray, seed: int) -> np.ndarray:
-    """SplitMix64 (Steele, Lea, Flood 2014): the `values`-th outputs of a stream that begins at a hash of `seed`."""
-
-    def mixed(state: np.ndarray) -> np.ndarray:
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return state ^ (state >> np.uint64(31))
-
-    step = np.uint64(0x9E3779B97F4A7C15)
-    start = mixed(np.array([seed % 2**64], np.uint64) + step)
-    return mixed(start + (values + np.uint64(1)) * step)
-
-
-def _copy(dataset: IndexedDataset, chosen: np.ndarray, staging: Staging, part: str, progress: Progress) -> WrittenDataset:
-    writer = IndexedDatasetWriter(staging.path(f"{part}.bin"), staging.path(f"{part}.idx"), dataset.dtype)
-    try:
-        for tokens, lengths in dataset.runs(chosen):
-            writer.add_many(tokens, lengths)
-            progress.update(writer.tokens * dataset.dtype.itemsize, writer.documents, writer.tokens)
-        return writer.finish()
-    finally:
-        writer.close()
+    def _add(self, first: int, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        numbers = np.arange(first, first + len(lengths))
+        valid = document_keys(numbers, self.seed) <= self.limit
+        for part, chosen in (("train", ~valid), ("valid", valid)):
+            writer = self.writers[part]
+            self.cut[part] += (writer.documents + np.flatnonzero(np.isin(numbers[chosen], self.origin.cut))).tolist()
+            writer.add_many(tokens[np.repeat(chosen, lengths)], lengths[chosen])

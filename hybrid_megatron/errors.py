@@ -6,6 +6,7 @@ code 2 (`exit_with_code_2`). Broken invariants of our own code are assertions in
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -30,6 +31,19 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A dataset, tokenizer or input file is missing, damaged or does not fit the recipe."""
+
+
+class NoIndexMaps(DataError):
+    """A dataset has no index maps for a recipe. `of_recipe` says how to make them, where the recipe's words are known."""
+
+    def __init__(self, problem: str, words: list[str] | None = None):
+        self.problem = problem
+        told = shlex.join(words) if words else "RECIPE [the same overrides]"
+        super().__init__(f"{problem}; make them once with: python -m data_prep build-cache {told}")
+
+    def of_recipe(self, words: list[str]) -> "NoIndexMaps":
+        """The same with the words as they were typed."""
+        return NoIndexMaps(self.problem, words)
 
 
 class CheckpointError(UserError):

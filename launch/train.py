@@ -10,7 +10,7 @@ import signal
 import sys
 
 from hybrid_megatron.config import load_recipe
-from hybrid_megatron.errors import exit_with_code_2
+from hybrid_megatron.errors import NoIndexMaps, exit_with_code_2
 
 
 def main(words: list[str]) -> None:
@@ -21,7 +21,10 @@ def main(words: list[str]) -> None:
         config = load_recipe(words)
         from hybrid_megatron.training.loop import train  # after the recipe is read: this imports torch and megatron-core
 
-        exit_unless_complete(train(config))
+        try:
+            exit_unless_complete(train(config))
+        except NoIndexMaps as error:
+            raise error.of_recipe(words) from None
 
 
 def exit_unless_complete(outcome) -> None:

@@ -10,6 +10,7 @@ A value may follow others: `${times:${model.hidden_size},7,2}` is hidden size * 
 own.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -24,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import ConfigError
+from hybrid_megatron.quantities import parse_count
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FOLDERS = ("", "models", "patterns", "stages", "variants")
@@ -68,6 +70,7 @@ def load_settings[Settings](schema: type[Settings], words: list[str]) -> Setting
 
 def _filled[Settings](schema: type[Settings], layers: list[tuple[str, dict]], called: str, name_it: Callable | None = None) -> Settings:
     """An instance of `schema` from trees of settings, each with the words for where it comes from, later ones over earlier ones."""
+    layers = [(where, _with_counts(tree)) for where, tree in layers]
     problems = [problem for where, tree in layers for problem in _type_problems(tree, schema, where, schema)]
     if problems:
         raise ConfigError(problems)
@@ -109,6 +112,19 @@ def _leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _with_counts(tree: dict) -> dict:
+    """The same with `tokens: 50B` and the like as whole numbers; what cannot be read stays, and is a wrong type."""
+    counted = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            value = _with_counts(value)
+        elif isinstance(value, str) and (key == "tokens" or str(key).endswith("_tokens")):
+            with contextlib.suppress(ValueError):
+                value = parse_count(value)
+        counted[key] = value
+    return counted
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -18,7 +18,7 @@ import hybrid_megatron.platform  # noqa: F401  before megatron.core
 from data_prep.manifest import manifest_path, read_manifest
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.data.whole_documents import WholeDocuments
-from hybrid_megatron.errors import DataError
+from hybrid_megatron.errors import DataError, NoIndexMaps
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, IndexedDataset
 from megatron.core.datasets.utils import Split
@@ -54,9 +54,8 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
     if split == "train" and not config.data.repeat:
         _check_once_through(config, prefix, len(named))
     if not all(path.is_file() for path in _map_files(named)):
-        raise DataError(
-            f"data.{split}={prefix}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}; "
-            "make them once with: python -m data_prep build-cache RECIPE [the same overrides]"
+        raise NoIndexMaps(
+            f"data.{split}={prefix}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}"
         )
     for path in _map_files(named):
         try:
@@ -262,6 +261,8 @@ def _check_tokenizer(config: RunConfig, key: str, made_with: dict) -> None:
     wanted = config.data.tokenizer
     if wanted is not None:
         file = Path(wanted)
+        if wanted != made_with["name"] and _is_path(wanted) and not file.exists():
+            raise DataError(f"data.tokenizer={wanted} does not exist; correct the path, or leave it out to take any tokenizer that fits")
         if file.is_file():
             same = "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest() == made_with["fingerprint"]
         else:
@@ -276,3 +277,9 @@ def _check_tokenizer(config: RunConfig, key: str, made_with: dict) -> None:
             f"{key}: its tokenizer {made_with['name']} has {made_with['vocab_size']} words, more than "
             f"model.vocab_size={config.model.vocab_size}; set model.vocab_size to at least that"
         )
+
+
+def _is_path(tokenizer: str) -> bool:
+    """Whether this can only be meant as a path, not as a name such as llama3 or a hub's OWNER/NAME."""
+    path = Path(tokenizer)
+    return path.is_absolute() or tokenizer.startswith(".") or path.suffix in (".model", ".json") or tokenizer.count("/") > 1

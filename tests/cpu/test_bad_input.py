@@ -1,6 +1,7 @@
 """What a user can get wrong: each is one clear sentence, exit code 2, no traceback, and nothing in the run folder changes."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hybrid_megatron.data import build_index_caches
 from hybrid_megatron.training.run_folder import RunFolder
 from tests.cpu.runs import CHECKOUT, Process, checkpoints, computed, snapshot, tensors, train
 from tests.cpu.tiny import tiny_words
+from tests.cpu.token_files import run as data_prep
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ DATASETS = {
     "manifest is no JSON": (lambda d: truncate(d / "train.manifest.json", 20), "train.manifest.json is damaged"),
     "manifest of another": (lambda d: shutil.copy(d / "valid.manifest.json", d / "train.manifest.json"), "but its manifest says"),
     "manifest of the future": (lambda d: edit_json(d / "train.manifest.json", format=2), "format 2, but format 1 is needed"),
-    "no index maps": (lambda d: shutil.rmtree(d / "cache"), "make them once with: python -m data_prep build-cache RECIPE"),
+    "no index maps": (lambda d: shutil.rmtree(d / "cache"), "make them once with: python -m data_prep build-cache /"),
     "truncated index map": (
         lambda d: [truncate(path, 8) for path in (d / "cache").glob("*sample_index.npy")],
         "is damaged (mmap length is greater than file size); remove it and run build-cache again",
@@ -171,6 +173,24 @@ def test_budget_beyond_data_that_may_not_repeat(ranks, tiny_data, tmp_path):
 def test_dataset_of_another_tokenizer(ranks, tiny_data, tmp_path):
     said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "data.tokenizer=llama3"))
     assert "it was made with the tokenizer tiny (sha256:000000000000...), not with data.tokenizer=llama3" in said
+
+
+def test_tokenizer_that_does_not_exist(ranks, tiny_data, tmp_path):
+    said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", f"data.tokenizer={tmp_path / 'nope'}"))
+    assert said.startswith(f"data.tokenizer={tmp_path / 'nope'} does not exist")
+
+
+def test_the_command_that_makes_index_maps_is_the_recipes_own(ranks, data, tmp_path):
+    shutil.rmtree(data / "cache")
+    words = tiny_words(data, f"run_dir={tmp_path / 'a run'}")
+    command = refused(ranks, words).partition("python -m data_prep ")[2]
+    assert shlex.split(command) == ["build-cache", *words]
+
+
+@pytest.mark.parametrize("override", ["train.context=0", "seed=-1", "parallel.tensor=3"])
+def test_build_cache_checks_the_recipe(tiny_data, override):
+    code, said = data_prep("build-cache", *tiny_words(tiny_data, override))
+    assert code == 2 and all(line.startswith(f"error: {override}: ") for line in said.err.splitlines())
 
 
 def test_vocabulary_larger_than_the_models(ranks, tiny_data, tmp_path):

@@ -22,8 +22,8 @@ from data_prep.fetch import NAME, PARTIAL, Request, plan
 from data_prep.hub import RemoteFile
 from data_prep.shards import choose, shards_of
 from data_prep.sources import find_files
-from data_prep.token_counts import human_tokens, parse_tokens
 from hybrid_megatron.errors import DataError
+from hybrid_megatron.quantities import human_count, parse_count
 from tests.cpu.hub_server import COMMIT, FakeHub, sha256
 
 DCLM = CORPORA["dclm"]
@@ -72,12 +72,12 @@ def on_disk(output: Path) -> dict[str, bytes]:
 
 
 def test_numbers_of_tokens():
-    for word, count in {"50B": 50 * 10**9, "1.5M": 1_500_000, "4096": 4096, "5b": 5 * 10**9, "1_000k": 10**6, "2T": 2 * 10**12}.items():
-        assert parse_tokens(word) == count
-    for word in ("", "B", "0", "-5B", "1.5", "1e9", "50 B", "0.0001K", "5BB", "nan", "٥"):
-        with pytest.raises(ValueError, match="not a number of tokens"):
-            parse_tokens(word)
-    assert [human_tokens(count) for count in (512, 20_800, 999_499, 52_500_000_000, 4 * 10**12)] == ["512", "20.8K", "999K", "52.5B", "4T"]
+    for word, value in {"50B": 50 * 10**9, "1.5M": 1_500_000, "4096": 4096, "5b": 5 * 10**9, "1_000k": 10**6, "2T": 2 * 10**12}.items():
+        assert parse_count(word) == value
+    for word in ("", "B", "-5B", "1.5", "1e9", "50 B", "0.0001K", "5BB", "nan", "٥"):
+        with pytest.raises(ValueError, match="not a whole number"):
+            parse_count(word)
+    assert [human_count(value) for value in (512, 20_800, 999_499, 52_500_000_000, 4 * 10**12)] == ["512", "20.8K", "999K", "52.5B", "4T"]
 
 
 def test_a_larger_budget_extends_the_choice_and_another_seed_changes_it():

@@ -152,3 +152,4 @@ def test_build_cache_takes_a_recipe_and_overrides(monkeypatch, capsys):
     assert "cache/a.npy" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["build-cache"])
+    assert capsys.readouterr().err == "error: the following arguments are required: RECIPE; see python -m data_prep build-cache --help\n"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from data_prep.cli import main
+from data_prep.draw import document_keys, largest_key
 from data_prep.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
 from data_prep.manifest import Manifest, read_manifest, sha256_file
-from data_prep.split import choose_documents
 
 
 @pytest.fixture
@@ -67,12 +67,27 @@ def test_manifests_say_where_the_parts_come_from(dataset, tmp_path):
         assert described == {"part": part, "from": source, "seed": 3, "valid_fraction": 0.05}
 
 
+def chosen(lengths: np.ndarray, tokens: float, seed: int) -> np.ndarray:
+    return document_keys(np.arange(len(lengths)), seed) <= np.uint64(largest_key(lambda: np.array_split(lengths, 3), tokens, seed))
+
+
 def test_the_seed_alone_decides():
     lengths = np.full(1_000, 10, np.int32)
-    first, again, other = (choose_documents(lengths, 0.05, seed) for seed in (0, 0, 1))
+    first, again, other = (chosen(lengths, 500.0, seed) for seed in (0, 0, 1))
     assert first.sum() == 50 and np.array_equal(first, again) and not np.array_equal(first, other)
     # Fixed values: a later version must draw the same documents, or old runs could not be compared.
     assert np.flatnonzero(first)[:5].tolist() == [38, 39, 47, 51, 67]
+
+
+def test_drawing_by_the_largest_key_is_sorting_all_keys():
+    """200,000 documents: several share their keys' first bits."""
+    lengths = np.random.default_rng(1).integers(1, 1_000, 200_000).astype(np.int32)
+    order = np.argsort(document_keys(np.arange(len(lengths)), 7))
+    reached = np.cumsum(lengths[order], dtype=np.int64)
+    for tokens in (1, 12_345, 0.3 * reached[-1], reached[1_000], reached[1_000] + 1, reached[-1], reached[-1] + 1):
+        expected = np.zeros(len(lengths), bool)
+        expected[order[: np.searchsorted(reached, tokens) + 1]] = True
+        assert np.array_equal(chosen(lengths, tokens, 7), expected)
 
 
 def test_a_finished_split_is_kept_and_another_needs_overwrite(dataset, tmp_path, capsys):
