@@ -282,7 +282,7 @@ def test_mistakes_in_what_is_asked(hub, tmp_path, capsys, monkeypatch):
         (["--endpoint", "http://127.0.0.1:9"], "http://127.0.0.1:9 cannot be reached"),
         (["--endpoint", "nonsense"], "nonsense cannot be reached"),
         (["--tokens", "20.9K"], "is more than the corpus has"),
-        (["--tokens", "5 apples"], "5 apples is not a number of tokens"),
+        (["--tokens", "5 apples"], "5 apples is not a whole number of at least 1"),
     ):
         assert fetch(hub, tmp_path / "out", *words) == 2
         said = capsys.readouterr().err
