@@ -75,18 +75,19 @@ class Language:
 
     def keeps(self, fields: Mapping[str, Any]) -> bool:
         """Whether a record with these fields is wanted. Raises `MissingField`."""
-        found = field(fields, self.name, missing=None)
-        if isinstance(found, Mapping):
-            score = found.get(self.language, 0.0)
-        elif isinstance(found, str):
-            if found != self.language:
-                return False
-            score = field(fields, self.score, missing=None) if self.minimum else 1.0
-        else:
-            raise MissingField(f"{self.name} holds no language among {', '.join(list(fields)[:20])}")
-        if not isinstance(score, (int, float)) or isinstance(score, bool):
-            raise MissingField(f"{self.score if isinstance(found, str) else self.name} holds no score, but {type(score).__name__}")
-        return score >= self.minimum
+        try:
+            found = field(fields, self.name)
+            if isinstance(found, str) and found == self.language and self.minimum:
+                score = field(fields, self.score)
+            elif isinstance(found, str):
+                score = float(found == self.language)
+            else:
+                score = found.get(self.language, 0.0)
+        except (KeyError, AttributeError):
+            raise MissingField(f"no language and score in {self.name} and {self.score} among {', '.join(list(fields)[:20])}") from None
+        if not isinstance(score, (int, float)):
+            raise MissingField(f"the score of {self.language} is {type(score).__name__}")
+        return score > 0 and score >= self.minimum
 
 
 def parse_where(name: str, word: str, value: str) -> Where:

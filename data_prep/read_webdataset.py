@@ -14,7 +14,6 @@ from data_prep.readers import parse_object
 from data_prep.records import Raw, Reject
 from hybrid_megatron.errors import DataError
 
-TEXT_EXTENSIONS = ("txt", "text", "md")
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")
 _END = bytes(1024)
@@ -38,7 +37,7 @@ class _Stream:
 def read_webdataset(file: str, chunks: Iterator[bytes], text_keys: tuple[str, ...]) -> Iterator[Raw | Reject]:
     """A record for each run of members with one key.
 
-    Its fields are the members by extension, texts of TEXT_EXTENSIONS and of `text_keys` as bytes, and those of the object in its `json`
+    Its fields are the members by extension, those of `text_keys` as bytes, and those of the object in its `json`
     member. `Raw.line` is the number of its first member. Members with other extensions (images) are passed over, members that point
     outside the archive or are no files are rejected. Raises `DataError` for an archive that is damaged or cut off.
     """
@@ -60,7 +59,7 @@ def read_webdataset(file: str, chunks: Iterator[bytes], text_keys: tuple[str, ..
                     if current is not None:
                         yield from current.record(file)
                     current = _Sample(key, number)
-                wanted = extension == "json" or extension in TEXT_EXTENSIONS or extension in text_keys
+                wanted = extension == "json" or extension in text_keys
                 content = archive.extractfile(member) if wanted else None
                 current.add(file, number, extension, None if content is None else content.read())
             while rest := archive.fileobj.read(1 << 16):

@@ -1,5 +1,6 @@
 """What a reader hands over: documents, and records that cannot be documents."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,19 +33,14 @@ class Reject:
     detail: str
 
 
-_MISSING = object()
-
-
-def field(fields: Mapping[str, Any], name: str, missing: Any = _MISSING) -> Any:
-    """The field `name`, or `a.b` for the key b within the field a. Raises KeyError, or returns `missing` if that is given."""
+def field(fields: Mapping[str, Any], name: str) -> Any:
+    """The field `name`, or `a.b` for the key b within the field a. Raises KeyError."""
     if name in fields:
         return fields[name]
     value: Any = fields
     for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            if missing is _MISSING:
-                raise KeyError(name)
-            return missing
+        if not isinstance(value, Mapping):
+            raise KeyError(name)
         value = value[key]
     return value
 
@@ -52,8 +48,8 @@ def field(fields: Mapping[str, Any], name: str, missing: Any = _MISSING) -> Any:
 def document(file: str, raw: Raw, text_keys: tuple[str, ...]) -> Record | Reject:
     """The record's document: the first of `text_keys` that it has."""
     for key in text_keys:
-        text = field(raw.fields, key, missing=_MISSING)
-        if text is not _MISSING:
+        with contextlib.suppress(KeyError):
+            text = field(raw.fields, key)
             break
     else:
         return Reject(file, raw.line, "missing_key", f"none of {', '.join(text_keys)} among {', '.join(list(raw.fields)[:20])}")

@@ -21,7 +21,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--where", nargs=3, action="append", default=[], metavar=("FIELD", "OP", "VALUE"), help=where)
     parser.add_argument("--language", metavar="CODE", help="keep only records in this language, such as en")
     parser.add_argument("--min-language-score", type=fraction(True), default=0.0, metavar="F", help="and only with this score")
-    field = "which field holds the language (and which its score; default FIELD_score), or holds scores by language; known for dclm, fineweb_edu"
+    field = "which field holds the language (and which its score; default FIELD_score), or an object of scores; known for dclm, fineweb_edu"
     parser.add_argument("--language-field", metavar="FIELD[,SCORE]", help=field)
 
 

@@ -191,7 +191,7 @@ def open_source(
     """Find the files behind `inputs` and return them as a source; `kind` is a key of CORPORA. Raises `DataError` for what does not fit."""
     corpus = CORPORA[kind]
     if text_key is not None and corpus.layout == "text":
-        raise DataError(f"--text-key {text_key!r} names a key of records and does not fit --source {kind}; leave one of the two out")
+        raise DataError(f"--text-key {text_key!r} names a key of JSON records and does not fit --source {kind}; leave one of the two out")
     text_key = corpus.text_key if text_key is None else text_key
     keys = tuple(key.strip() for key in text_key.split(",") if key.strip())
     if not keys:
