@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,23 @@ class TiktokenTokenizer(Tokenizer):
     kind = "tiktoken"
 
     def __init__(self, name: str, model: Model, data: bytes, threads: int):
-        tiktoken = require("tiktoken", "0.14.0")
+        self._tiktoken = require("tiktoken", "0.14.0")
         self.name, self.fingerprint, self._model = name, fingerprint(data), model
-        ranks = _merges(data) if data.startswith(b"#version") else read_ranks(name, data)
-        assert len(ranks) == model.words
-        special = {word: model.words + index for index, word in enumerate(model.special)}
-        self._encoding = tiktoken.Encoding(name, pat_str=model.pattern, mergeable_ranks=ranks, special_tokens=special)
-        self._piece = tiktoken.Encoding(f"{name}-piece", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={})
+        self._ranks = _merges(data) if data.startswith(b"#version") else read_ranks(name, data)
+        assert len(self._ranks) == model.words
         self._threads, self._pool = threads, ThreadPoolExecutor(threads) if threads > 1 else None
         self.vocab_size, self.bos, self.eos = model.vocab_size, model.bos, model.eos
+
+    # Both take half a second, which a command that only names its tokenizer should not.
+    @cached_property
+    def _encoding(self) -> Any:
+        special = {word: self._model.words + index for index, word in enumerate(self._model.special)}
+        return self._tiktoken.Encoding(self.name, pat_str=self._model.pattern, mergeable_ranks=self._ranks, special_tokens=special)
+
+    @cached_property
+    def _piece(self) -> Any:
+        """Takes a whole text as one piece."""
+        return self._tiktoken.Encoding(f"{self.name}-piece", pat_str=r"[\s\S]+", mergeable_ranks=self._ranks, special_tokens={})
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         if self._model.normalize:
@@ -124,7 +133,7 @@ class TiktokenTokenizer(Tokenizer):
         return self._encoding.decode([int(index) for index in ids])
 
     def _in_threads(self, texts: list[str]) -> Iterator[np.ndarray]:
-        assert self._pool is not None
+        assert self._pool is not None and self._encoding  # made here, or every thread would make its own
         share = max(1, len(texts) // (8 * self._threads))  # several texts a task, as each task costs the interpreter's lock
         shares = (texts[start : start + share] for start in range(0, len(texts), share))
         for encoded in self._pool.map(lambda some: [self._encode(text) for text in some], shares):
