@@ -39,6 +39,8 @@ def agree_on_plan(job: Job, shards: Sequence[Shard], overwrite: bool, alone: boo
         _write(path, plan)
         changed = differences(_read(path) or {}, plan)  # another job of the array may have been first
     if changed:
+        if len(changed) > 4:
+            changed[3:] = [f"{len(changed) - 3:,} other places"]
         mend = "add --overwrite" if alone else f"remove {job.parts}"
         raise DataError(
             f"{job.parts}: finished parts of another dataset are there, which differs in {'; '.join(changed)}; {mend} to begin anew, "

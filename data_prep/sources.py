@@ -76,6 +76,8 @@ class Source:
     def describe(self) -> dict[str, Any]:
         """The manifest's `source`; hashes every file that `records` has not been through."""
         if not self.inputs:
+            if STANDARD_INPUT in self.files:
+                raise DataError("--input - can be read only once, and here it is read twice; write it to a file first")
             progress = Progress("checking inputs", self.total_bytes)
             done = 0
             for path, (size, modified) in zip(self.files, self._states, strict=True):

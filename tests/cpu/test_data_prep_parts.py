@@ -238,6 +238,23 @@ def test_lengths_drop_and_count(model, tmp_path):
     assert texts_of(model, tmp_path / "whole" / "documents") == ["x" * length for length in (9, 10, 20)]
 
 
+def test_files_of_one_name_are_different_shards(model, tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    assert tokenize(model, tmp_path / "*" / "shard.jsonl", tmp_path / "out") == 0
+    assert texts_of(model, tmp_path / "out" / "documents") == ["a", "b"]
+
+
+def test_books_of_a_folder_are_one_part(model, tmp_path):
+    (tmp_path / "books").mkdir()
+    for number in range(30):
+        (tmp_path / "books" / f"{number:02}.txt").write_text(f"book {number}")
+    assert tokenize(model, tmp_path / "books", tmp_path / "out", "--source", "pg19", "--keep-parts") == 0
+    assert texts_of(model, tmp_path / "out" / "documents") == [f"book {number}" for number in range(30)]
+    assert len(list((tmp_path / "out" / "parts").glob("*.bin"))) == 1
+
+
 def test_standard_input(model, tmp_path):
     source = write_shards(tmp_path / "in", count=1) / "shard_0.jsonl"
     command = [sys.executable, "-m", "data_prep", *words(model, "-", tmp_path / "out")]
@@ -246,6 +263,10 @@ def test_standard_input(model, tmp_path):
     assert sha256_file(tmp_path / "out" / "documents.bin") == sha256_file(tmp_path / "fresh" / "documents.bin")
     (entry,) = read_manifest(tmp_path / "out" / "documents").source["inputs"]
     assert (entry["path"], entry["bytes"], entry["sha256"]) == ("-", source.stat().st_size, sha256_file(source))
+    again = subprocess.run(
+        command, cwd=REPOSITORY, stdin=source.open("rb"), stderr=subprocess.PIPE, text=True
+    )  # nothing to compare it with
+    assert again.returncode == 2 and "another dataset is finished there and differs in source.inputs" in again.stderr
 
 
 def start(model: Path, shards: Path, output: Path, *more: str) -> subprocess.Popen:

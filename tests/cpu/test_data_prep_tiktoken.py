@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,12 +108,22 @@ def test_ids_do_not_depend_on_cuts(pair, monkeypatch):
     assert ours.encode_batch(texts) == ids_of(theirs, texts)
 
 
+def test_a_large_text_without_spaces_is_cut_and_does_not_stall(pair):
+    ours, theirs = pair
+    text = "".join(random.Random(0).choices("ACGTacgt0123456789+/", k=600_000))
+    assert len(long_texts.segments(text)) == 2 and len(long_texts.segments("a" * 600_000)) == 1
+    assert ours.encode_batch([text]) == ids_of(theirs, [text])
+    started = time.process_time()
+    assert len(ours.encode_arrays(["a" * 600_000])[0]) < 600_000
+    assert time.process_time() - started < 20  # a second or two; what grows with the square takes hours
+
+
 def test_threads_and_arrays_change_nothing(pair):
     ours, _ = pair
     words = ours._encoding._mergeable_ranks
     data = b"\n".join(base64.b64encode(word) + b" %d" % rank for word, rank in words.items())
     threaded = TiktokenTokenizer("small", ours._model, data, threads=4)
-    assert threaded.encode_batch(TEXTS * 9) == ours.encode_batch(TEXTS) * 9
+    assert threaded.encode_batch(TEXTS * 3) == ours.encode_batch(TEXTS) * 3
     assert [ids.tolist() for ids in ours.encode_arrays(TEXTS)] == ours.encode_batch(TEXTS)
 
 
