@@ -52,12 +52,11 @@ def has_finished_parts(parts: Path) -> bool:
     return any(parts.glob(f"*{SUFFIX}"))
 
 
-def remove_parts(job: Job, shards: Sequence[Shard]) -> None:
-    """Remove the parts if they are of this plan."""
+def move_parts(job: Job, shards: Sequence[Shard], into: Path) -> None:
+    """Move the parts, if they are of this plan, at once to `into`, which is about to be removed."""
     found = _read(job.parts / NAME)
     if found is not None and not differences(found, _plan(job, shards)):
-        (job.parts / NAME).unlink()
-        shutil.rmtree(job.parts)
+        job.parts.rename(into)
 
 
 def _plan(job: Job, shards: Sequence[Shard]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from data_prep.inputs import PARTS, REJECT_FILES, Shard
 from data_prep.join import join_parts
 from data_prep.manifest import SUFFIX, Manifest, differences, manifest_path, read_manifest
 from data_prep.part import NAME, Job, TokenizeOptions, finished_part, keep_rejects, too_many_rejects
-from data_prep.plan import agree_on_plan, has_finished_parts, remove_parts
+from data_prep.plan import agree_on_plan, has_finished_parts, move_parts
 from data_prep.progress import Progress
 from data_prep.publish import Staging, shared_folder
 from data_prep.sources import Source
@@ -81,7 +81,7 @@ def tokenize_documents(
         finished = None if overwrite else finished_dataset(output / NAME, _request(job), False, staging.was_interrupted)
         if finished is not None:
             if not keep_parts:
-                remove_parts(job, shards)
+                move_parts(job, shards, staging.path(PARTS))
             return Outcome(finished, [], 0, 0, time.monotonic() - started, False)
         agree_on_plan(job, shards, overwrite, alone=True)
         try:
@@ -93,7 +93,7 @@ def tokenize_documents(
                 shutil.rmtree(job.parts, ignore_errors=True)
         (output / REJECT_FILES[1]).unlink(missing_ok=True)
         if not keep_parts:
-            remove_parts(job, shards)
+            move_parts(job, shards, staging.path(PARTS))
     return Outcome(manifest, parts, made, size, time.monotonic() - started, True)
 
 

@@ -1,6 +1,7 @@
 """Shards over processes: each takes one shard after the other from the parent, which knows at any moment who has which."""
 
 import contextlib
+import ctypes
 import multiprocessing
 import signal
 import traceback
@@ -12,6 +13,8 @@ from data_prep.inputs import Shard
 from data_prep.part import Job, make_part
 from data_prep.tokenizers import load
 from hybrid_megatron.errors import DataError, UserError
+
+_PR_SET_PDEATHSIG = 1
 
 
 def make_parts(
@@ -95,6 +98,7 @@ class _Worker:
 
 def _work(job: Job, threads: int, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which stops this process
+    _die_with_parent()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         try:
             tokenizer = load(job.tokenizer, threads)
@@ -107,3 +111,9 @@ def _work(job: Job, threads: int, connection: Connection) -> None:
             raise
         except Exception:
             connection.send(("crashed", traceback.format_exc()))
+
+
+def _die_with_parent() -> None:
+    """On Linux, end at once when the parent is killed; elsewhere the next message to it ends this process."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
