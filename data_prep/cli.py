@@ -1,7 +1,6 @@
 """The command line: `python -m data_prep COMMAND`. Parses, calls one function, says what was made."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from data_prep.dataset_commands import add_dataset_commands
 from data_prep.fetch_command import add_fetch_command
 from data_prep.progress import human_bytes
 from data_prep.report import dataset_parts, say
+from data_prep.source_arguments import add_source, source_of
+from data_prep.tokenize_command import add_tokenize
 from hybrid_megatron.errors import exit_with_code_2
 
 
@@ -41,23 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     add_fetch_command(command)
 
     train = command("train-tokenizer", _train_tokenizer, "Train a SentencePiece byte-pair tokenizer on documents.")
-    _add_source(train)
+    add_source(train)
     train.add_argument("--vocab-size", type=count(260), default=4096, metavar="N", help="bytes and specials included (default 4096)")
     train.add_argument("--output", type=Path, required=True, metavar="FILE.model")
     train.add_argument("--max-characters", type=count(1), default=200_000_000, metavar="N", help="read so much text (default 200,000,000)")
     add_overwrite(train)
 
-    tokenize = command("tokenize", _tokenize, "Tokenize documents into DIR/documents.*; rejects go to DIR/rejects.jsonl.")
-    _add_source(tokenize)
-    kinds = "SentencePiece .model; Hugging Face folder, tokenizer.json or hub name; llama3"
-    tokenize.add_argument("--tokenizer", required=True, metavar="NAME_OR_PATH", help=kinds)
-    tokenize.add_argument("--output", type=Path, required=True, metavar="DIR")
-    tokenize.add_argument("--no-bos", action="store_true", help="put no BOS token before a document")
-    tokenize.add_argument("--no-eos", action="store_true", help="put no EOS token after a document")
-    tokenize.add_argument("--max-reject-fraction", type=fraction(True), default=0.001, metavar="F", help="of all records (default 0.001)")
-    tokenize.add_argument("--min-tokens", type=count(1), default=1, metavar="N", help="drop shorter documents; BOS and EOS do not count")
-    tokenize.add_argument("--workers", type=count(1), default=_cores(), metavar="N", help="threads that tokenize (default: all cores)")
-    add_overwrite(tokenize)
+    add_tokenize(command)
 
     split = command("split", _split, "Split a dataset into DIR/train.* and DIR/valid.* by whole documents.")
     split.add_argument("--input", type=dataset, required=True, metavar="DIR/documents", help="with or without .bin")
@@ -74,20 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    kinds = "jsonl: a record a line; text: a document a file. Plain, .gz or .zst"
-    parser.add_argument("--source", choices=("jsonl", "text"), required=True, help=kinds)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or quoted globs")
-    keys = "jsonl: the first of these keys in a record holds its text (default text)"
-    parser.add_argument("--text-key", metavar="KEY[,KEY]", help=keys)
-    cuts = "text: cut files into documents at each match; matches are dropped, so use (?=...) to keep a heading"
-    parser.add_argument("--split-on", metavar="REGEX", help=cuts)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _fetch_sample(options: argparse.Namespace) -> None:
     from data_prep.fetch_sample import fetch_sample
 
@@ -97,10 +74,9 @@ def _fetch_sample(options: argparse.Namespace) -> None:
 
 
 def _train_tokenizer(options: argparse.Namespace) -> None:
-    from data_prep.sources import open_source
     from data_prep.train_tokenizer import train_tokenizer
 
-    source = open_source(options.source, options.input, options.text_key, options.split_on)
+    source = source_of(options)
     manifest, built = train_tokenizer(source, options.vocab_size, options.output, options.max_characters, options.overwrite)
     trained = manifest["trained_on"]
     text = f"trained on {trained['characters']:,} characters of {trained['documents']:,} documents"
@@ -108,25 +84,6 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     if trained["unusable_records"]:
         parts.append(f"{trained['unusable_records']:,} unusable records left out")
     say(built, str(options.output), parts)
-
-
-def _tokenize(options: argparse.Namespace) -> None:
-    from data_prep.sources import open_source
-    from data_prep.tokenize_documents import TokenizeOptions, tokenize_documents
-    from data_prep.tokenizers import load
-
-    source = open_source(options.source, options.input, options.text_key, options.split_on, options.output)
-    tokenizer = load(options.tokenizer, options.workers)
-    settings = TokenizeOptions(not options.no_bos, not options.no_eos, options.max_reject_fraction, options.min_tokens)
-    manifest, built = tokenize_documents(source, tokenizer, options.output, settings, options.overwrite)
-    say(built, str(options.output / "documents"), dataset_parts(manifest))
-    if manifest.rejected["count"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.rejected["by_reason"].items())
-        print(f"  rejected {manifest.rejected['count']:,} records ({reasons}), listed in {options.output / 'rejects.jsonl'}")
-    if manifest.dropped.get("too_short"):
-        print(f"  dropped {manifest.dropped['too_short']:,} documents shorter than --min-tokens {options.min_tokens}")
-    if manifest.dropped.get("blank_lines"):
-        print(f"  skipped {manifest.dropped['blank_lines']:,} blank lines between records")
 
 
 def _split(options: argparse.Namespace) -> None:

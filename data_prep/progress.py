@@ -13,6 +13,16 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def human_seconds(seconds: float) -> str:
+    """45 s, 3:20 min, 5:02 h; the two largest units."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
 class Progress:
     """On a terminal one line, renewed twice a second; elsewhere (a log file) a line every 15 seconds."""
 
@@ -34,12 +44,17 @@ class Progress:
             return
         self._next = now + self._interval
         seconds = now - self.started
-        parts = [f"{self.label}: {100 * read_bytes / max(self.total_bytes, 1):.0f}% of {human_bytes(self.total_bytes)}"]
+        if self.total_bytes:
+            parts = [f"{self.label}: {100 * read_bytes / self.total_bytes:.0f}% of {human_bytes(self.total_bytes)}"]
+        else:  # standard input
+            parts = [f"{self.label}: {human_bytes(read_bytes)}"]
         if documents is not None:
             parts.append(f"{documents:,} documents")
         if tokens is not None:
             parts.append(f"{tokens:,} tokens, {tokens / seconds:,.0f} tokens/s")
         parts.append(f"{human_bytes(read_bytes / seconds)}/s")
+        if self.total_bytes and read_bytes:
+            parts.append(f"{human_seconds(seconds * max(self.total_bytes - read_bytes, 0) / read_bytes)} left")
         line = ", ".join(parts)
         print(f"\r\x1b[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
         self._shown = True

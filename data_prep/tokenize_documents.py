@@ -1,65 +1,134 @@
-"""`tokenize`: documents of a source, through a tokenizer, into one indexed dataset with its manifest and its rejects."""
+"""`tokenize`: documents of a source, through a tokenizer, into one indexed dataset with its manifest and its rejects.
 
-import json
+Input files become parts (`data_prep.part`), over threads, processes and jobs of an array; the parts, joined, become the dataset. What is
+finished stays finished: a job that was killed at any moment is run again and makes what is missing, with the same bytes.
+"""
+
+import shutil
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
-import numpy as np
-
-from data_prep.indexed_dataset import IndexedDatasetWriter, token_dtype
+from data_prep.inputs import PARTS, REJECT_FILES, Shard
+from data_prep.join import join_parts
 from data_prep.manifest import SUFFIX, Manifest, differences, manifest_path, read_manifest
+from data_prep.part import NAME, Job, TokenizeOptions, finished_part, keep_rejects, too_many_rejects
+from data_prep.plan import agree_on_plan, has_finished_parts, move_parts
 from data_prep.progress import Progress
-from data_prep.publish import Staging
-from data_prep.sources import REJECT_FILES, Record, Reject, Source
-from data_prep.tokenizers import Tokenizer
+from data_prep.publish import Staging, shared_folder
+from data_prep.sources import Source
+from data_prep.tokenizers import load
+from data_prep.workers import make_parts
 from hybrid_megatron.errors import DataError
-
-NAME = "documents"
-BATCH_CHARACTERS = 4_000_000
-BATCH_DOCUMENTS = 4_096
-# A wrong --text-key rejects everything: say so early, not after a day.
-EARLY_RECORDS = 1_000
 
 
 @dataclass(frozen=True)
-class TokenizeOptions:
-    """`min_tokens` counts a document's own tokens, without BOS and EOS; shorter documents are dropped and counted."""
+class Spread:
+    """How a job is spread: `processes` with `threads` in all; `share`, if given, is (index, number) of this job in an array."""
 
-    add_bos: bool = True
-    add_eos: bool = True
-    max_reject_fraction: float = 0.001
-    min_tokens: int = 1
+    processes: int = 1
+    threads: int = 1
+    share: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is there now, and what was made for it: `manifest` of the dataset, None for a job of an array; its `parts`; how many of these
+    were `made` now, from how many `bytes` of input and in how many `seconds`."""
+
+    manifest: Manifest | None
+    parts: list[Manifest]
+    made: int
+    bytes: int
+    seconds: float
+    built: bool
 
 
 def tokenize_documents(
-    source: Source, tokenizer: Tokenizer, output: Path, options: TokenizeOptions, overwrite: bool = False
-) -> tuple[Manifest, bool]:
-    """Build `output/documents.{bin,idx,manifest.json}` and `output/rejects.jsonl`; returns the manifest and whether it was built now.
+    source: Source,
+    tokenizer: str,
+    output: Path,
+    options: TokenizeOptions,
+    spread: Spread,
+    overwrite: bool = False,
+    keep_parts: bool = False,
+) -> Outcome:
+    """Build `output/documents.{bin,idx,manifest.json}` and `output/rejects.jsonl`; a job of an array only its parts in `output/parts`.
 
-    Raises `DataError`, and leaves what was there, if the tokenizer lacks a special token that is asked for, if more records are rejected
-    than allowed, if no document is left, or if another dataset is in the way.
+    Raises `DataError`, and leaves the dataset that was there, if the tokenizer lacks a special token that is asked for, if more records are
+    rejected than allowed, if no document is left, or if another dataset or parts of another one are in the way.
     """
-    for flag, wanted, index in (("BOS", options.add_bos, tokenizer.bos), ("EOS", options.add_eos, tokenizer.eos)):
+    started = time.monotonic()
+    loaded = load(tokenizer)
+    for flag, wanted, index in (("BOS", options.add_bos, loaded.bos), ("EOS", options.add_eos, loaded.eos)):
         if wanted and index is None:
-            raise DataError(f"tokenizer {tokenizer.name} has no {flag} token, and every document should get one; add --no-{flag.lower()}")
+            raise DataError(f"tokenizer {loaded.name} has no {flag} token, and every document should get one; add --no-{flag.lower()}")
     request = {
-        "tokenizer": tokenizer.describe(),
+        "tokenizer": loaded.describe(),
         "adds_bos": options.add_bos,
         "adds_eos": options.add_eos,
-        "source": source.describe(),
-        "options": {"max_reject_fraction": options.max_reject_fraction, "min_tokens": options.min_tokens},
+        "source": source.settings(),
+        "options": options.lengths(),
     }
+    job = Job(source, tokenizer, options, output, output / PARTS, request)
+    shards = source.shards()
+    if spread.share is not None:
+        return _make_share(job, shards, spread, spread.share, overwrite, started)
     with Staging(output, NAME) as staging:
-        finished = finished_dataset(output / NAME, request, overwrite, staging.was_interrupted)
+        finished = None if overwrite else finished_dataset(output / NAME, _request(job), False, staging.was_interrupted)
         if finished is not None:
-            return finished, False
-        manifest = _Job(source, tokenizer, options, staging).run(request)
-        staging.publish([f"{NAME}.bin", f"{NAME}.idx", REJECT_FILES[0]], last=[f"{NAME}{SUFFIX}"])
+            if not keep_parts:
+                move_parts(job, shards, staging.path(PARTS))
+            return Outcome(finished, [], 0, 0, time.monotonic() - started, False)
+        agree_on_plan(job, shards, overwrite, alone=True)
+        try:
+            parts, made, size = _make_missing(job, shards, spread)
+            manifest = _join(job, shards, parts, staging, keep_parts)
+            staging.publish([f"{NAME}.bin", f"{NAME}.idx", REJECT_FILES[0]], last=[f"{NAME}{SUFFIX}"])
+        finally:
+            if not has_finished_parts(job.parts):
+                shutil.rmtree(job.parts, ignore_errors=True)
         (output / REJECT_FILES[1]).unlink(missing_ok=True)
-    return manifest, True
+        if not keep_parts:
+            move_parts(job, shards, staging.path(PARTS))
+    return Outcome(manifest, parts, made, size, time.monotonic() - started, True)
+
+
+def _make_share(job: Job, shards: list[Shard], spread: Spread, share: tuple[int, int], overwrite: bool, started: float) -> Outcome:
+    if overwrite:
+        raise DataError(f"--overwrite would let jobs of an array remove each other's parts; remove {job.parts} first, then run without it")
+    with shared_folder(job.output):
+        finished = finished_dataset(job.output / NAME, _request(job), overwrite=False, was_interrupted=False)
+        if finished is not None:
+            return Outcome(finished, [], 0, 0, time.monotonic() - started, False)
+        agree_on_plan(job, shards, overwrite, alone=False)
+        own = shards[share[0] :: share[1]]
+        parts, made, size = _make_missing(job, own, spread)
+        reasons, records = _count_rejects(parts)
+        if reasons.total() > job.options.max_reject_fraction * records:
+            first = next(job.rejects(shard) for shard, part in zip(own, parts, strict=True) if part.rejected["count"])
+            listed = f"{job.parts}/*.{REJECT_FILES[0]}"
+            raise too_many_rejects(reasons, records, job.options.max_reject_fraction, first, listed)
+    return Outcome(None, parts, made, size, time.monotonic() - started, made > 0)
+
+
+def _request(job: Job) -> dict[str, Any]:
+    """What a finished dataset would have been asked for; inputs that are still the same are not hashed again."""
+    prefix = job.output / NAME
+    found = read_manifest(prefix).source.get("inputs", []) if manifest_path(prefix).exists() else []
+    inputs = found if job.source.unchanged(found) else [{"path": str(path), "bytes": 0, "sha256": ""} for path in job.source.files]
+    return _with_inputs(job, inputs)
+
+
+def _with_inputs(job: Job, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The request of the whole dataset."""
+    return job.request | {
+        "source": job.request["source"] | {"inputs": inputs},
+        "options": {"max_reject_fraction": job.options.max_reject_fraction, **job.request["options"]},
+    }
 
 
 def finished_dataset(prefix: Path, request: dict, overwrite: bool, was_interrupted: bool) -> Manifest | None:
@@ -86,103 +155,67 @@ def finished_dataset(prefix: Path, request: dict, overwrite: bool, was_interrupt
     return manifest
 
 
-class _Job:
-    def __init__(self, source: Source, tokenizer: Tokenizer, options: TokenizeOptions, staging: Staging):
-        self.source, self.tokenizer, self.options, self.staging = source, tokenizer, options, staging
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.reasons: Counter[str] = Counter()
-        self.first_reject: Reject | None = None
-        self.records = 0
-        self.too_short = 0
+def _make_missing(job: Job, shards: Sequence[Shard], spread: Spread) -> tuple[list[Manifest], int, int]:
+    """Make the parts that are not there; returns the manifests of all, how many were made, and from how many bytes of input."""
+    missing = [shard for shard in shards if finished_part(job, shard) is None]
+    if missing:
+        processes = min(spread.processes, len(missing))
+        total = sum(job.source.of(shard).total_bytes for shard in missing)
+        progress, counts = Progress("tokenize", total), {}
 
-    def run(self, request: dict) -> Manifest:
-        progress = Progress("tokenize", self.source.total_bytes)
-        writer = IndexedDatasetWriter(self.staging.path(f"{NAME}.bin"), self.staging.path(f"{NAME}.idx"), self.dtype)
+        def on_progress(shard: Shard, *now: int) -> None:
+            before = counts.get(shard, (0, 0, 0))
+            counts[shard] = now
+            for index in range(3):
+                sums[index] += now[index] - before[index]
+            progress.update(*sums)
+
+        sums = [0, 0, 0]
         try:
-            with self.staging.path(REJECT_FILES[0]).open("w", encoding="utf-8", newline="\n") as rejects:
-                for batch in self._batches(rejects):
-                    self._add(batch, writer, rejects)
-                    progress.update(self.source.bytes_read, writer.documents, writer.tokens)
-            self._check_rejects(final=True)
-            if writer.documents == 0:
-                raise DataError(
-                    f"no document is left of {self.records} records ({self._summary()}); check --input, --text-key and --min-tokens"
-                )
-            written = writer.finish()
+            make_parts(job, missing, processes, max(1, spread.threads // processes), on_progress)
         finally:
             progress.close()
-            writer.close()
-        manifest = Manifest.of(
-            written,
-            **request,
-            rejected={"count": self.reasons.total(), "by_reason": dict(sorted(self.reasons.items()))},
-            dropped={"too_short": self.too_short, "blank_lines": self.source.blank_lines},
-        )
-        self.staging.write_text(f"{NAME}{SUFFIX}", manifest.to_json())
-        return manifest
+    parts = [read_manifest(job.prefix(shard)) for shard in shards]
+    made = {shard.name for shard in missing}
+    size = sum(entry["bytes"] for shard, part in zip(shards, parts) if shard.name in made for entry in part.source["inputs"])
+    return parts, len(missing), size
 
-    def _batches(self, rejects: TextIO) -> Iterator[list[Record]]:
-        batch: list[Record] = []
-        characters = 0
-        for record in self.source.records():
-            self.records += 1
-            if isinstance(record, Reject):
-                self._reject(record, rejects)
-                continue
-            batch.append(record)
-            characters += len(record.text)
-            if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-                yield batch
-                batch, characters = [], 0
-        if batch:
-            yield batch
 
-    def _add(self, batch: list[Record], writer: IndexedDatasetWriter, rejects: TextIO) -> None:
-        before = [self.tokenizer.bos] if self.options.add_bos else []
-        after = [self.tokenizer.eos] if self.options.add_eos else []
-        documents, lengths = [], []
-        for record, ids in zip(batch, self.tokenizer.encode_batch([record.text for record in batch]), strict=True):
-            if not ids:
-                self._reject(Reject(record.file, record.line, "no_tokens", "the tokenizer makes nothing of this text"), rejects)
-            elif len(ids) < self.options.min_tokens:
-                self.too_short += 1
-            else:
-                documents.append(np.array(before + ids + after, np.int64))
-                lengths.append(len(documents[-1]))
-        if documents:
-            tokens = np.concatenate(documents)
-            assert 0 <= tokens.min() and tokens.max() < self.tokenizer.vocab_size
-            writer.add_many(tokens.astype(self.dtype), lengths)
+def _join(job: Job, shards: Sequence[Shard], parts: list[Manifest], staging: Staging, keep_parts: bool) -> Manifest:
+    rejects = staging.path(REJECT_FILES[0])
+    with rejects.open("wb") as together:
+        for shard in shards:
+            with job.rejects(shard).open("rb") as file:
+                shutil.copyfileobj(file, together)
+    rejected, records = _count_rejects(parts)
+    if rejected.total() > job.options.max_reject_fraction * records:
+        path = keep_rejects(job.output, rejects)
+        raise too_many_rejects(rejected, records, job.options.max_reject_fraction, path)
+    dropped = {"too_short": 0, "blank_lines": 0}
+    for part in parts:
+        for name, count in part.dropped.items():
+            dropped[name] = dropped.get(name, 0) + count
+    kept = [(job.prefix(shard), part) for shard, part in zip(shards, parts, strict=True) if part.documents]
+    if not kept:
+        shutil.rmtree(job.parts)
+        reasons = [f"{count} {name.replace('_', ' ')}" for name, count in (*rejected.most_common(), *dropped.items()) if count]
+        why = ", ".join(reasons) or "the input is empty"
+        raise DataError(f"no document is left of {records} records ({why}); check --input, --text-key and what is to be left out")
+    written = join_parts(kept, staging.path(f"{NAME}.bin"), staging.path(f"{NAME}.idx"), keep_parts)
+    manifest = Manifest.of(
+        written,
+        **_with_inputs(job, [entry for part in parts for entry in part.source["inputs"]]),
+        rejected={"count": rejected.total(), "by_reason": dict(sorted(rejected.items()))},
+        dropped=dropped,
+    )
+    staging.write_text(f"{NAME}{SUFFIX}", manifest.to_json())
+    return manifest
 
-    def _reject(self, reject: Reject, rejects: TextIO) -> None:
-        self.reasons[reject.reason] += 1
-        self.first_reject = self.first_reject or reject
-        rejects.write(json.dumps(vars(reject), ensure_ascii=True) + "\n")
-        self._check_rejects(final=False)
 
-    def _check_rejects(self, final: bool) -> None:
-        rejected, limit = self.reasons.total(), self.options.max_reject_fraction
-        hopeless = self.records >= EARLY_RECORDS and rejected > max(limit, 0.5) * self.records
-        if not hopeless and not (final and rejected > limit * self.records):
-            return
-        first = self.first_reject
-        assert first is not None
-        path = self._keep_rejects()
-        raise DataError(
-            f"{rejected} of {'' if final else 'the first '}{self.records} records are rejected ({self._summary()}), more than "
-            f"--max-reject-fraction {limit:g} allows; first: {first.file}, line {first.line}: {first.reason} ({first.detail}). "
-            f"All are listed in {path}; mend the input or raise the limit"
-        )
-
-    def _keep_rejects(self) -> Path:
-        """Leave the list of rejects for the user, beside a finished dataset's own list if there is one."""
-        taken = manifest_path(self.staging.directory / NAME).exists()
-        path = self.staging.directory / REJECT_FILES[1 if taken else 0]
-        self.staging.path(REJECT_FILES[0]).rename(path)
-        return path
-
-    def _summary(self) -> str:
-        counts = [f"{count} {reason}" for reason, count in self.reasons.most_common()]
-        if self.too_short:
-            counts.append(f"{self.too_short} shorter than --min-tokens {self.options.min_tokens}")
-        return ", ".join(counts) or "none rejected"
+def _count_rejects(parts: Sequence[Manifest]) -> tuple[Counter[str], int]:
+    """How many records were rejected, by reason, and how many there were."""
+    reasons: Counter[str] = Counter()
+    for part in parts:
+        reasons.update(part.rejected["by_reason"])
+    dropped = sum(count for part in parts for name, count in part.dropped.items() if name != "blank_lines")
+    return reasons, reasons.total() + dropped + sum(part.documents for part in parts)

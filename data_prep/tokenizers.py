@@ -1,57 +1,25 @@
-"""Tokenizers behind one small interface: SentencePiece, Hugging Face and Llama 3's tiktoken format.
+"""Tokenizers behind one small interface: SentencePiece and Hugging Face here, tiktoken's in a file of their own; and how one is found.
 
 Text never turns into special tokens here, whatever it says: a document that contains the words `<|end_of_text|>` stays one document.
 """
 
-import base64
-import hashlib
-import importlib
-import importlib.metadata
 import json
 import os
 import re
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from data_prep.tiktoken_tokenizers import MODELS, from_ranks, load_named
+from data_prep.tokenizer_base import Tokenizer, fingerprint, require
 from hybrid_megatron.errors import DataError
-
-LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3_RANKS, LLAMA3_VOCAB, LLAMA3_BOS, LLAMA3_EOS = 128_000, 128_256, 128_000, 128_001
-LLAMA3_PACKAGE, LLAMA3_FILE = "llama-models", "llama_models/llama3/tokenizer.model"
-# Llama's own encoder cuts such runs too: the regular expression underneath overflows its stack on a long one.
-LONGEST_RUN = 25_000
-
-
-class Tokenizer(ABC):
-    """`bos` and `eos` are ids or None; ids are below `vocab_size`; `fingerprint` is "sha256:" of the tokenizer's file."""
-
-    name: str
-    kind: str
-    fingerprint: str
-    vocab_size: int
-    bos: int | None
-    eos: int | None
-
-    @abstractmethod
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without BOS or EOS."""
-
-    @abstractmethod
-    def decode(self, ids: list[int]) -> str:
-        """The text of `ids`."""
-
-    def describe(self) -> dict[str, Any]:
-        """The manifest's `tokenizer`."""
-        return {key: getattr(self, key) for key in ("name", "kind", "fingerprint", "vocab_size", "bos", "eos")}
 
 
 class SentencePieceTokenizer(Tokenizer):
     kind = "sentencepiece"
 
     def __init__(self, name: str, data: bytes, threads: int):
-        sentencepiece = _require("sentencepiece", "0.2.3")
-        self.name, self.fingerprint, self._threads = name, _fingerprint(data), threads
+        sentencepiece = require("sentencepiece", "0.2.3")
+        self.name, self.fingerprint, self._threads = name, fingerprint(data), threads
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError:
@@ -73,8 +41,8 @@ class HuggingFaceTokenizer(Tokenizer):
         # The library's pool of threads is made on first use and reads these then.
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-        tokenizers = _require("tokenizers", "0.23.3")
-        self.name, self.fingerprint = name, _fingerprint(data)
+        tokenizers = require("tokenizers", "0.23.3")
+        self.name, self.fingerprint = name, fingerprint(data)
         try:
             self._model = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
@@ -106,54 +74,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(index) for index in ids], skip_special_tokens=False)
 
 
-class Llama3Tokenizer(Tokenizer):
-    """Llama 3's words from a tiktoken file: one line `base64(word) rank` for each of the 128,000; 256 special tokens follow them."""
-
-    kind = "tiktoken"
-
-    def __init__(self, name: str, data: bytes, threads: int):
-        tiktoken = _require("tiktoken", "0.14.0")
-        self.name, self.fingerprint, self._threads = name, _fingerprint(data), threads
-        try:
-            pairs = (line.split() for line in data.splitlines() if line)
-            ranks = {base64.b64decode(word, validate=True): int(rank) for word, rank in pairs}
-        except ValueError as error:
-            raise DataError(f"tokenizer {name}: a line is not `base64 rank` ({error}); the file is damaged, fetch it again") from None
-        if len(ranks) != LLAMA3_RANKS:
-            raise DataError(
-                f"tokenizer {name} is a tiktoken file of {len(ranks)} words; the special tokens of only one are known here, Llama 3's of "
-                f"{LLAMA3_RANKS}; name that or another kind of tokenizer"
-            )
-        self._model = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=_llama3_special_tokens())
-        self.vocab_size, self.bos, self.eos = LLAMA3_VOCAB, LLAMA3_BOS, LLAMA3_EOS
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        pieces = [cut_runs(text) for text in texts]
-        encoded = iter(self._model.encode_ordinary_batch([piece for cut in pieces for piece in cut], num_threads=self._threads))
-        return [[index for _ in cut for index in next(encoded)] if len(cut) > 1 else next(encoded) for cut in pieces]
-
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode([int(index) for index in ids])
-
-
-def cut_runs(text: str) -> list[str]:
-    """Cut after every 25,000 characters of unbroken white space or unbroken other text; nearly every text stays whole."""
-    if len(text) < LONGEST_RUN:
-        return [text]
-    runs = (match.span() for match in re.finditer(r"\s+|\S+", text))
-    ends = [end for first, last in runs for end in range(first + LONGEST_RUN, last, LONGEST_RUN)]
-    return [text[first:last] for first, last in zip([0, *ends], [*ends, len(text)], strict=True)]
-
-
-def _llama3_special_tokens() -> dict[str, int]:
-    named = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 8: "eom_id", 9: "eot_id"}
-    taken = {LLAMA3_RANKS + offset: f"<|{name}|>" for offset, name in named.items()}
-    free = iter(range(LLAMA3_VOCAB))
-    return {taken.get(index) or f"<|reserved_special_token_{next(free)}|>": index for index in range(LLAMA3_RANKS, LLAMA3_VOCAB)}
-
-
 def load(name_or_path: str | Path, threads: int = 1) -> Tokenizer:
-    """Load a tokenizer: a SentencePiece `.model`, a Hugging Face folder, `tokenizer.json` or hub name, or `llama3`.
+    """Load a tokenizer: a SentencePiece `.model`, a Hugging Face folder, `tokenizer.json` or hub name; llama3, qwen3 or gpt2.
 
     `threads` is how many threads `encode_batch` uses. Raises `DataError` if nothing fits.
     """
@@ -169,8 +91,8 @@ def load(name_or_path: str | Path, threads: int = 1) -> Tokenizer:
         if (path / "tokenizer.model").is_file():
             return _from_model_file("tokenizer.model", _read(path / "tokenizer.model"), threads)
         raise DataError(f"--tokenizer {name}: the folder holds neither tokenizer.json nor tokenizer.model; name the folder that does")
-    if name == "llama3":
-        return Llama3Tokenizer(name, _read(_llama3_file()), threads)
+    if name in MODELS:
+        return load_named(name, threads)
     if path.is_absolute() or name.startswith(".") or path.suffix in (".model", ".json") or name.count("/") > 1:
         raise DataError(f"--tokenizer {name} does not exist; train one with `python -m data_prep train-tokenizer` or name another")
     return _from_hub(name, threads)
@@ -179,13 +101,13 @@ def load(name_or_path: str | Path, threads: int = 1) -> Tokenizer:
 def _from_model_file(name: str, data: bytes, threads: int) -> Tokenizer:
     # Both formats are usually called tokenizer.model. A tiktoken file is text, a SentencePiece model is protobuf.
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
-        return Llama3Tokenizer(name, data, threads)
+        return from_ranks(name, data, threads)
     return SentencePieceTokenizer(name, data, threads)
 
 
 def _from_hub(name: str, threads: int) -> Tokenizer:
     # Through huggingface_hub, not transformers: the latter is slow to import and brings torch along.
-    hub = _require("huggingface_hub", "2.4.0")
+    hub = require("huggingface_hub", "2.4.0")
     files = {}
     for file in ("tokenizer.json", *_SETTINGS_FILES):
         try:
@@ -217,32 +139,8 @@ def _settings(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _llama3_file() -> Path:
-    try:
-        path = Path(str(importlib.metadata.distribution(LLAMA3_PACKAGE).locate_file(LLAMA3_FILE)))
-    except importlib.metadata.PackageNotFoundError:
-        path = None
-    if path is None or not path.is_file():
-        raise DataError(
-            "--tokenizer llama3 needs Llama 3's tokenizer.model: accept its licence and `pip install --no-deps llama-models==0.3.0`, "
-            "or give the path of your copy instead of the name"
-        )
-    return path
-
-
-def _require(module: str, version: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise DataError(f"this tokenizer needs the package {module}; install it: pip install {module}=={version}") from None
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read ({error.strerror}); check the file") from None
-
-
-def _fingerprint(data: bytes) -> str:
-    return "sha256:" + hashlib.sha256(data).hexdigest()

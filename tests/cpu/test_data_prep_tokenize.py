@@ -111,7 +111,9 @@ def test_manifest_states_counts_hashes_and_origin(model, tmp_path):
     }
     assert (values["adds_bos"], values["adds_eos"]) == (False, True)
     assert dataset[0][0] != 1 and dataset[0][-1] == 2
-    assert values["source"]["inputs"] == [{"path": str(source), "bytes": source.stat().st_size, "sha256": sha256_file(source)}]
+    status = source.stat()
+    expected = {"path": str(source), "bytes": status.st_size, "modified_ns": status.st_mtime_ns, "sha256": sha256_file(source)}
+    assert values["source"]["inputs"] == [expected]
     assert values["rejected"] == {"count": 0, "by_reason": {}}
 
 
@@ -146,10 +148,11 @@ def test_too_many_rejects_stop_the_job_and_leave_no_dataset(model, tmp_path, cap
     good = json.dumps({"text": sentence(1)}).encode()
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([good] * 9 + [BAD_LINES["bad_json"]]))
     assert tokenize(model, "jsonl", tmp_path / "a.jsonl", tmp_path / "out") == 2
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["rejects.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["parts", "rejects.jsonl"]
     message = capsys.readouterr().err
     assert message.startswith("error: 1 of 10 records are rejected") and "a.jsonl, line 10: bad_json" in message
     assert tokenize(model, "jsonl", tmp_path / "a.jsonl", tmp_path / "out", "--max-reject-fraction", "0.1") == 0
+    assert sorted(files_of(tmp_path / "out")) == [f"documents.{suffix}" for suffix in ("bin", "idx", "manifest.json")] + ["rejects.jsonl"]
 
 
 def test_a_failed_job_leaves_the_finished_dataset_and_its_rejects(model, tmp_path):
@@ -265,7 +268,7 @@ def test_a_killed_job_leaves_the_old_dataset_and_the_next_one_finishes(model, tm
     words = ["tokenize", "--source", "jsonl", "--tokenizer", str(model), "--input", str(source), "--output", str(tmp_path / "out")]
     command = [sys.executable, "-m", "data_prep", *words, "--overwrite", "--workers", "1"]
     process = subprocess.Popen(command, cwd=REPOSITORY)
-    written = tmp_path / "out" / ".documents.partial" / "documents.bin"
+    written = tmp_path / "out" / "parts" / ".00000-a.partial" / "00000-a.bin"
     while process.poll() is None and not (written.exists() and written.stat().st_size):
         time.sleep(0.002)
     process.kill()
@@ -302,7 +305,7 @@ def test_a_full_disk_leaves_the_old_dataset(model, tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     message = capsys.readouterr().err
-    assert message.startswith(f"error: {tmp_path / 'out'}: the output cannot be written") and message.count("\n") == 1
+    assert message.startswith(f"error: {tmp_path / 'out' / 'parts'}: the output cannot be written") and message.count("\n") == 1
     assert files_of(tmp_path / "out") == before and len(list((tmp_path / "out").iterdir())) == len(before)
 
 

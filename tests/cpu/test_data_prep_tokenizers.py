@@ -1,15 +1,13 @@
 """Tokenizers: training, loading each kind, round trips, and what is said where one cannot be had."""
 
-import base64
 import json
 from pathlib import Path
 
 import pytest
 
-from data_prep import tokenizers
 from data_prep.cli import main
 from data_prep.manifest import sha256_file
-from data_prep.tokenizers import cut_runs, load
+from data_prep.tokenizers import load
 from hybrid_megatron.errors import DataError
 
 TEXT = "It was a bright cold day in April.\n\n    The clocks, all 13 of them,\twere striking.  \n"
@@ -110,36 +108,6 @@ def test_no_bos_is_asked_for_where_the_tokenizer_has_none(tmp_path, capsys):
     assert main([*words, "--no-bos", "--no-eos", "--workers", "1"]) == 0
 
 
-def test_llama3_format(tmp_path, monkeypatch):
-    pytest.importorskip("tiktoken")
-    pairs = ["th", "he", "the", " t", " th", " the", "in", "ing"]
-    monkeypatch.setattr(tokenizers, "LLAMA3_RANKS", 256 + len(pairs))
-    words = [bytes([value]) for value in range(256)] + [pair.encode() for pair in pairs]
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"".join(base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(words)))
-    tokenizer = load(path)
-    assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == ("tiktoken", 128_256, 128_000, 128_001)
-    texts = [TEXT, "<|end_of_text|>", "the thing", " " * 30_000 + "x" * 30_000]
-    ids = tokenizer.encode_batch(texts)
-    assert [tokenizer.decode(one) for one in ids] == texts
-    assert ids[2] == [258, 260, 263]
-    assert max(map(max, ids)) < len(words)
-
-
-def test_llama3_special_tokens_fill_the_vocabulary():
-    special = tokenizers._llama3_special_tokens()
-    assert sorted(special.values()) == list(range(128_000, 128_256))
-    assert special["<|begin_of_text|>"] == 128_000 and special["<|end_of_text|>"] == 128_001 and special["<|eot_id|>"] == 128_009
-
-
-def test_long_runs_are_cut_and_nothing_else():
-    text = "word " * 10_000
-    assert cut_runs(text) == [text]
-    text = "a" * 25_000 + " " + "b" * 60_000 + " c"
-    assert [len(piece) for piece in cut_runs(text)] == [25_001 + 25_000, 25_000, 10_002]
-    assert "".join(cut_runs(text)) == text
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -157,9 +125,3 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, name, content, message):
         path.write_text(content)
     with pytest.raises(DataError, match=message):
         load(path)
-
-
-def test_llama3_by_name_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(tokenizers, "LLAMA3_PACKAGE", "no-such-distribution-here")
-    with pytest.raises(DataError, match="llama-models==0.3.0"):
-        load("llama3")
