@@ -237,7 +237,7 @@ def _type_problems(value, expected, where: str, schema: type, key: str = "") -> 
         return _type_problems(value, next(a for a in arguments if a is not type(None)), where, schema, key)
     if origin is list:
         if not isinstance(value, list):
-            return [f"{said}: this is a list"]
+            return [f"{said}: this must be a list, in brackets, e.g. {key}=[...]"]
         return [p for i, item in enumerate(value) for p in _type_problems(item, arguments[0], where, schema, f"{key}[{i}]")]
     fits = {
         bool: isinstance(value, bool),

@@ -36,9 +36,23 @@ def validate_evaluation(settings: EvaluationConfig, config: RunConfig, world_siz
     except ConfigError as error:
         problems += error.problems
     problems += layer_problems(config, plan)
+    problems += _without_effect(settings, config.train.context)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return plan
+
+
+def _without_effect(settings: EvaluationConfig, trained: int) -> Iterator[str]:
+    """Settings of inference that change nothing at any of the lengths."""
+    inference, longest = settings.inference, max(settings.lengths)
+    for key in ("rope_window", "swla_window"):
+        window = getattr(inference, key)
+        if window is not None and window >= longest:
+            yield f"inference.{key}={window}: no length is above it, the longest is {longest}; lower it, or ask for longer lengths"
+    if inference.logit_scale == "log" and longest <= trained:
+        yield f"inference.logit_scale=log: it acts beyond the {trained} tokens of training, and the longest length is {longest}; set lengths"
+    if inference.dynamic_ntk and longest <= trained:
+        yield f"inference.dynamic_ntk=true: it acts beyond the {trained} tokens of training, and the longest length is {longest}; set lengths"
 
 
 def _basic(settings: EvaluationConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from hybrid_megatron.evaluation.report import Report
 
 
 def evaluation_name(settings: EvaluationConfig) -> str:
-    """The settings that change what is measured, other than lengths and tokens: 'logit_scale=log,swla_window=4096', or 'plain'."""
+    """The settings that change what is measured or on which tokens: 'logit_scale=log,swla_window=4096', or 'plain'."""
     usual, asked = InferenceConfig(), settings.inference
     words = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
     words = {name: value for name, value in words.items() if value != getattr(usual, name)}
@@ -24,6 +24,10 @@ def evaluation_name(settings: EvaluationConfig) -> str:
         words["whole_documents"] = True
     if settings.precision is not None:
         words["precision"] = settings.precision
+    if settings.lengths is not None:
+        words["lengths"] = "-".join(map(str, settings.lengths))
+    if settings.tokens != EvaluationConfig.tokens:
+        words["tokens"] = settings.tokens
     return ",".join(f"{name}={_written(value)}" for name, value in words.items()) or "plain"
 
 

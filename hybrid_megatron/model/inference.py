@@ -82,6 +82,9 @@ def _problems(settings: InferenceConfig):
     window, stride = settings.swla_window, settings.swla_stride
     if window is None and stride is not None:
         yield f"inference.swla_stride={stride}: it is the stride of swla_window, which is not set; set both"
-    elif window is not None and (window < 1 or (stride is None and window % 4) or (stride is not None and (stride < 1 or window % stride))):
+    elif window is not None and (window < 1 or (stride is not None and stride < 1)):
+        key, value = ("swla_window", window) if window < 1 else ("swla_stride", stride)
+        yield f"inference.{key}={value}: it must be at least 1 token"
+    elif window is not None and window % (stride if stride is not None else 4):
         said = f"swla_stride={stride}" if stride is not None else "swla_stride unset, so a quarter of the window"
         yield f"inference.swla_window={window} with {said}: the window must be a multiple of the stride"

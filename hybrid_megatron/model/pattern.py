@@ -94,7 +94,8 @@ def _multiples_around(count: int, of: int) -> list[int]:
 def _groups(config: RunConfig, entry: PatternEntry, where: str, problems: list[str]) -> tuple[HeadGroup, ...]:
     heads = config.model.num_heads
     if (entry.mixer is None) == (not entry.heads):
-        problems.append(f"{where}: it needs either `mixer` or `heads`, and not both")
+        has = "has neither" if entry.mixer is None else "has both"
+        problems.append(f"{where}: it needs `mixer`, or `heads` with one entry or more, and {has}; give one of the two")
         return ()
     if entry.mixer is not None:
         return (_group(entry, heads, where, problems),)

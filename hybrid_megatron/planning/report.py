@@ -71,6 +71,9 @@ def _model(plan: dict) -> list[str]:
     for part, count in plan["parameters"]["parts"].items():
         mine = flops.get(part, 0)
         rows.append((part, f"{count:,}", f"{count / total:.1%}", f"{mine / 1e6:,.2f} M", f"{mine / forward:.1%}", ""))
+    short = plan["flops_per_token"] - 3 * forward
+    if short > 1e-6 * forward:
+        rows.append(("longce", "", "", f"{short / 1e6:,.2f} M", "", "forward passes over short contexts, on top of forward and backward"))
     rows.append(("all", f"{total:,}", "", f"{forward / 1e6:,.2f} M", "", f"forward and backward {plan['flops_per_token'] / 1e6:,.1f} M"))
     states = ", ".join(f"{mixer} {size / 2**20:,.1f}" for mixer, size in plan["state_bytes"].items())
     return [*_table(rows), _line("states", f"MiB that one sample leaves for its continuation: {states}")]

@@ -1,8 +1,8 @@
 """A group of living processes in which tests run functions as ranks of any world size up to its own.
 
 Importing torch and megatron-core takes seconds a process, so the processes live as long as the test session. A function runs with RANK,
-WORLD_SIZE and the rest set as torchrun sets them, and starts and ends its own process groups. Those leave threads and files behind when they
-end (some 60 and 90 each time, gloo's), so after a number of them new processes take the place of the old.
+WORLD_SIZE and the rest set as torchrun sets them, and starts and ends its own process groups. Those leave threads and files behind when
+they end (some 60 and 90 each time, gloo's), so after a number of them new processes take the place of the old.
 """
 
 import multiprocessing

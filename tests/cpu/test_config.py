@@ -108,7 +108,7 @@ LOADING = {
     "number for a truth": (["data.document_mask=1"], "data.document_mask=1: this must be true or false"),
     "null": (["seed=null"], "seed=None: this must be a whole number"),
     "value for a section": (["model=3"], "model=3: this is a section with keys num_layers,"),
-    "value for a list": (["pattern=gdn"], "pattern='gdn': this is a list"),
+    "value for a list": (["pattern=gdn"], "pattern='gdn': this must be a list, in brackets, e.g. pattern=[...]"),
     "too deep": (["seed.x=3"], "seed={'x': 3}: this must be a whole number"),
     "no value": (["seed"], "override 'seed' is not of the form section.key=value"),
     "index": (["pattern[0].mixer=gdn"], "override 'pattern[0].mixer=gdn' is not of the form section.key=value"),

@@ -69,7 +69,7 @@ def expected_losses(run: Path, length: int, samples: int, step: int = 4) -> torc
 
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers_are_those_of_the_definition(ranks, runs, name, tmp_path):
-    words = ["lengths=[64,256]", "tokens=1100", f"output={tmp_path}", "micro_batch=2"]
+    words = ["lengths=[64,256]", "tokens=1100", f"output={tmp_path}", "micro_batch=2", "name=plain"]
     [found] = ranks.run(1, sums_by_position, runs[name], words)
     report = json.loads((tmp_path / "step_00000004/plain.json").read_text())
     assert found.keys() == {64, 256}
@@ -89,7 +89,7 @@ def test_numbers_are_those_of_the_definition(ranks, runs, name, tmp_path):
 
 
 def test_an_earlier_checkpoint(ranks, runs, tmp_path):
-    report = numbers(ranks, runs["layers"], "checkpoint=step_00000002", "lengths=[64]", "tokens=128", f"output={tmp_path}")
+    report = numbers(ranks, runs["layers"], "checkpoint=step_00000002", "lengths=[64]", "tokens=128", f"output={tmp_path}", "name=plain")
     assert (report["checkpoint"]["step"], report["checkpoint"]["tokens"]) == (2, 1024)
     assert report["lengths"][0]["loss"] == pytest.approx(float(expected_losses(runs["layers"], 64, 2, step=2).mean()), abs=1e-6)
     assert (tmp_path / "step_00000002/plain.json").is_file()
@@ -246,7 +246,8 @@ def test_name():
     def name(**settings) -> str:
         return evaluation_name(EvaluationConfig(**settings))
 
-    assert name(lengths=[1], tokens=5, micro_batch=2, output="x") == "plain"
+    assert name(micro_batch=2, output="x") == "plain"
+    assert name(lengths=[64, 256], tokens=512) == "lengths=64-256,tokens=512"
     inference = InferenceConfig(logit_scale="hype", logit_scale_value=300.0, dynamic_ntk=True, swla_window=4096)
     assert name(inference=inference) == "logit_scale=hype,logit_scale_value=300,dynamic_ntk=true,swla_window=4096"
     assert name(data="/books/pg19", whole_documents=True, precision="bf16") == "data=pg19,whole_documents=true,precision=bf16"
@@ -255,7 +256,7 @@ def test_name():
 def test_results(ranks, run):
     """What is printed and written: a table or JSON, one file of numbers and one picture, nothing else."""
     before = {path.relative_to(run) for path in run.rglob("*")}
-    ended = evaluate(ranks, 1, [str(run), "lengths=[128,64]", "tokens=512"])
+    ended = evaluate(ranks, 1, [str(run), "lengths=[128,64]", "tokens=512", "name=plain"])
     assert (ended.code, ended.err) == (0, "")
     folder = run / "evaluation/step_00000004"
     report = json.loads((folder / "plain.json").read_text())
@@ -283,7 +284,7 @@ def test_results(ranks, run):
     assert report["device"]["name"] == "CPU" and report["device"]["layout"]["tensor"] == 1
     assert report["lengths"][0].keys() == {"length", "multiple", "samples", "tokens", "loss", "perplexity", "positions"}
 
-    again = evaluate(ranks, 1, [str(run), "lengths=[128,64]", "tokens=512", "--json"])
+    again = evaluate(ranks, 1, [str(run), "lengths=[128,64]", "tokens=512", "name=plain", "--json"])
     assert again.out == (folder / "plain.json").read_text(), "nothing but what is written"
     assert json.loads(again.out)["lengths"] == report["lengths"]
 
@@ -295,14 +296,15 @@ def test_others_in_the_picture(ranks, run):
         return [each["name"] for each in ranks.run(1, drawn_over, [str(run), *words])[0]]
 
     few = ["lengths=[64,128]", "tokens=256"]
+    usual = "lengths=64-128,tokens=256"
     assert others(*few) == []
-    assert others(*few, "inference.logit_scale=log") == ["plain"]
+    assert others(*few, "inference.logit_scale=log", "name=log") == [usual]
     assert others("lengths=[64]", "tokens=512", "name=more") == [], "more tokens"
-    assert others("lengths=[64]", "tokens=256", "name=fewer") == ["logit_scale=log", "plain"]
+    assert others("lengths=[64]", "tokens=256", "name=fewer") == [usual, "log"]
     assert others(*few, "checkpoint=step_00000002") == []
     assert others(*few, f"data={load_recipe([str(run / 'config.yaml')]).data.train}") == []
     (run / "evaluation/step_00000004/notes.json").write_text("{}")
-    assert others(*few) == ["fewer", "logit_scale=log"]
+    assert others(*few) == ["fewer", "log"]
     ended = evaluate(ranks, 1, [str(run), *few])
     assert ended.code == 0
     assert ended.err == f"warning: {run / 'evaluation/step_00000004/notes.json'}: it holds no evaluation, so it is not in the plot\n"
@@ -317,6 +319,18 @@ def refused(ranks, words: list[str], size: int = 1) -> str:
 
 # words after the run folder, processes, what is said
 REFUSED = {
+    "window without effect": (
+        ["lengths=[64,128]", "inference.rope_window=128"],
+        1,
+        "rope_window=128: no length is above it, the longest is 128",
+    ),
+    "windows without effect": (["lengths=[128]", "inference.swla_window=256"], 1, "swla_window=256: no length is above it"),
+    "log without effect": (["lengths=[64]", "inference.logit_scale=log"], 1, "logit_scale=log: it acts beyond the 64 tokens of training"),
+    "ntk without effect": (
+        ["lengths=[32,64]", "inference.dynamic_ntk=true"],
+        1,
+        "dynamic_ntk=true: it acts beyond the 64 tokens of training",
+    ),
     "unknown key": (["length=[64]"], 1, "override length=[64]: length is not a setting; did you mean lengths?"),
     "unknown inference": (["inference.logit_scal=log"], 1, "inference.logit_scal is not a setting; did you mean inference.logit_scale?"),
     "wrong type": (["tokens=1e6"], 1, "tokens=1000000.0: this must be a whole number"),
@@ -375,7 +389,7 @@ def test_run_without_held_out_data(ranks, run):
     (run / "config.yaml").write_text(config.replace(line, "  valid: null"))
     assert refused(ranks, [str(run)]) == "data is not set, and the run has no data.valid: give held-out tokens with data=PREFIX"
     report = numbers(ranks, run, "lengths=[64]", "tokens=64", f"data={line.split()[1]}")
-    assert report["name"] == "data=valid"
+    assert report["name"] == "data=valid,lengths=64,tokens=64"
 
 
 def test_damaged_checkpoint(ranks, run):

@@ -252,7 +252,7 @@ WRONG = {
     "window and NTK": (dict(rope_window=8, dynamic_ntk=True), "choose one of the two"),
     "stride alone": (dict(swla_stride=8), "inference.swla_stride=8: it is the stride of swla_window, which is not set"),
     "stride": (dict(swla_window=64, swla_stride=48), "inference.swla_window=64 with swla_stride=48: the window must be a multiple"),
-    "stride 0": (dict(swla_window=64, swla_stride=0), "with swla_stride=0: the window must be a multiple"),
+    "stride 0": (dict(swla_window=64, swla_stride=0), "inference.swla_stride=0: it must be at least 1 token"),
     "quarter": (dict(swla_window=6), "with swla_stride unset, so a quarter of the window: the window must be a multiple of the stride"),
     "swla 0": (dict(swla_window=0), "inference.swla_window=0"),
     "swla -4": (dict(swla_window=-4, swla_stride=-2), "inference.swla_window=-4"),
