@@ -33,6 +33,14 @@ from data_prep.tokenizers import load  # noqa: E402
 
 DEBIAN = ("linux-doc-6.1", "linux-doc-6.12")
 POOL_BYTES = 8_000_000
+LAUNCHER = """
+import json, resource, subprocess, sys, time
+started = time.perf_counter()
+code = subprocess.call(sys.argv[1:])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps({"wall": time.perf_counter() - started, "cpu": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss}))
+sys.exit(code)
+"""
 
 
 def corpus(folder: Path) -> tuple[str, list[str]]:
@@ -83,15 +91,12 @@ def command(shards: Path, output: Path, workers: int) -> tuple[Seconds, float, d
     """Seconds and peak memory (MB; of the largest process) of the whole command, and its summary."""
     words = ["tokenize", "--source", "jsonl", "--tokenizer", "llama3", "--input", str(shards), "--output", str(output)]
     words += ["--workers", str(workers), "--json"]
-    started = time.perf_counter()
-    with subprocess.Popen([sys.executable, "-m", "data_prep", *words], cwd=ROOT, stdout=subprocess.PIPE) as run:
-        summary = run.stdout.read()
-        _, code, usage = os.wait4(run.pid, 0)
-        run.returncode = os.waitstatus_to_exitcode(code)
-    wall = time.perf_counter() - started
-    if run.returncode:
-        raise SystemExit(f"error: {' '.join(words)} ended with code {run.returncode}")
-    return Seconds(wall, usage.ru_utime + usage.ru_stime), usage.ru_maxrss / 1024, json.loads(summary)
+    # Through a small process, since a child's peak begins at the memory of the process that started it.
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, sys.executable, "-m", "data_prep", *words], cwd=ROOT, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(words)} ended with code {done.returncode}")
+    summary, usage = map(json.loads, done.stdout.splitlines())
+    return Seconds(usage["wall"], usage["cpu"]), usage["peak"] / 1024, summary
 
 
 def tiktoken_alone(texts: list[str], size: int, workers: int) -> Seconds:
