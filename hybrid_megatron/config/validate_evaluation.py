@@ -50,9 +50,9 @@ def _without_effect(settings: EvaluationConfig, trained: int) -> Iterator[str]:
         if window is not None and window >= longest:
             yield f"inference.{key}={window}: no length is above it, the longest is {longest}; lower it, or ask for longer lengths"
     if inference.logit_scale == "log" and longest <= trained:
-        yield f"inference.logit_scale=log: it acts beyond the {trained} tokens of training, and the longest length is {longest}; set lengths"
+        yield f"inference.logit_scale=log: it acts beyond the {trained} tokens of training, the longest length is {longest}; set lengths"
     if inference.dynamic_ntk and longest <= trained:
-        yield f"inference.dynamic_ntk=true: it acts beyond the {trained} tokens of training, and the longest length is {longest}; set lengths"
+        yield f"inference.dynamic_ntk=true: it acts beyond the {trained} tokens of training, the longest length is {longest}; set lengths"
 
 
 def _basic(settings: EvaluationConfig) -> Iterator[str]:
