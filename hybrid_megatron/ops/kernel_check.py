@@ -30,8 +30,9 @@ def kernel_problem(mixer: str, heads: int, width: int, dtype: torch.dtype, devic
     recurrence, inputs = _example(mixer, heads, width, dtype, device)
     try:
         errors = relative_errors(recurrence, inputs)
-    except RuntimeError as error:  # FLA refuses the pairs of triton and GPU that it knows to be wrong
-        return f"the kernels of mixer {mixer} do not run on {_device_name(device)}: {str(error).splitlines()[0]}; {_WAY_OUT}"
+    except Exception as error:  # FLA refuses the pairs of triton and GPU that it knows to be wrong, and Triton has exceptions of its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"the kernels of mixer {mixer} do not run on {_device_name(device)}: {reason}; {_WAY_OUT}"
     name = max(errors, key=errors.get)
     if errors[name] <= _BOUND[dtype]:
         return None
