@@ -77,13 +77,19 @@ def _split(words: list[str]) -> tuple[list[str], dict[str, str]]:
         elif name in _WITH_VALUE:
             value = value if equals else next(rest, "")
             if not value or value.startswith("--"):
-                raise ConfigError(f"{name}: a value must follow")
+                raise ConfigError(f"{name}: a value must follow{_studies() if name == '--study' else ''}")
             options[name] = value
         elif word == "--json":
             options[word] = ""
         else:
             raise ConfigError(f"plan has no option {word}; options are {', '.join((*_WITH_VALUE, '--json'))}")
     return plain, options
+
+
+def _studies() -> str:
+    from hybrid_megatron.config.studies import study_names
+
+    return f", one of {', '.join(study_names())}"
 
 
 def _gpus(text: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from hybrid_megatron.config.load import RECIPES, nearest
+from hybrid_megatron.config.fragments import RECIPES, nearest
 from hybrid_megatron.config.study import Evaluation, Run, Study, describe
 from hybrid_megatron.config.study_file import read_study
 from hybrid_megatron.errors import ConfigError

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybrid_megatron.config.load import nearest
+from hybrid_megatron.config.fragments import nearest
 from hybrid_megatron.errors import ConfigError
 
 

@@ -26,8 +26,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybrid_megatron.config.load import find_fragment, nearest, override_problems, read_yaml
+from hybrid_megatron.config.fragments import find_fragment, nearest, read_yaml
 from hybrid_megatron.config.schema import EvaluationConfig, RunConfig
+from hybrid_megatron.config.setting_types import override_problems
 from hybrid_megatron.config.study import Evaluation, Run, Study
 from hybrid_megatron.errors import ConfigError
 

@@ -14,6 +14,7 @@ from hybrid_megatron.config.schema import EvaluationConfig, LogitBaseConfig
 from hybrid_megatron.errors import ConfigError, RunError
 from hybrid_megatron.evaluation.evaluate import LONGEST, config_of_run, evaluate_each
 from hybrid_megatron.evaluation.results import evaluation_name
+from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel.state import global_rank
 
 
@@ -42,6 +43,9 @@ def choose_logit_base(run_dir: Path, settings: LogitBaseConfig, *, silent: bool 
     Called by every process. Raises a UserError for what the user can mend. `silent`: nothing is printed.
     """
     candidates = _candidates(settings)
+    config = config_of_run(run_dir)
+    if not any(group.mixer == "attention" and group.position == "nope" for layer in plan_layers(config) for group in layer.groups):
+        raise ConfigError(f"{run_dir}: it has no attention without position, and the base is that of its logit scale; choose another run")
     speaks = global_rank() == 0 and not silent
     asked = _one_length(settings, run_dir)
     losses = {}

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_megatron.config.load import save_config
 from tests.cpu.evaluations import choose_command, evaluate
 from tests.cpu.runs import Ended, train
-from tests.cpu.tiny import tiny_words
+from tests.cpu.tiny import tiny_config, tiny_words
 
 WORDS = ["lengths=[64,256]", "tokens=512"]
 
@@ -73,3 +74,9 @@ def test_refused(ranks, run, words, sentence):
 def test_no_run_folder(ranks, tmp_path):
     assert "no run folder given" in choose(ranks, ["candidates=[3]"]).errors[0]
     assert "there is no such folder" in choose(ranks, [str(tmp_path / "none")]).errors[0]
+
+
+def test_a_model_without_such_attention_is_refused(ranks, tiny_data, tmp_path):
+    save_config(tiny_config(tiny_data, f"run_dir={tmp_path}", "pattern=[{mixer: attention, position: rope}]"), tmp_path / "config.yaml")
+    [ended] = ranks.run(1, choose_command, [str(tmp_path)])
+    assert ended.code == 2 and ended.errors[0].startswith(f"{tmp_path}: it has no attention without position")

@@ -171,6 +171,7 @@ def test_broken_parts_are_left_out(word, key, value):
         (["--gpus", "8,x"], "--gpus 8,x: these must be numbers of GPUs"),
         (["--gpus", "0"], "--gpus 0: these must be numbers of GPUs"),
         (["--gpus"], "--gpus: a value must follow"),
+        (["--study"], "--study: a value must follow, one of drope, hypenet,"),
         (["--mfu", "40"], "--mfu 40: it must be a share of the peak"),
         (["--mfu=nan"], "--mfu nan: it must be a share of the peak"),
         (["--jsn"], "plan has no option --jsn"),

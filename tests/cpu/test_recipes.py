@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from hybrid_megatron.config import EvaluationConfig, RunConfig, load_recipe, load_settings
-from hybrid_megatron.config.load import FOLDERS, RECIPES, read_yaml
+from hybrid_megatron.config.fragments import FOLDERS, RECIPES, read_yaml
 from hybrid_megatron.config.studies import Run, describe, load_study, study_names
 from hybrid_megatron.config.study_file import read_study
 from hybrid_megatron.config.validate import validate

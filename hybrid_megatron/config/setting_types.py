@@ -1,0 +1,100 @@
+"""Plain data of recipes and overrides against the types of schema.py, every misfit in a sentence."""
+
+import dataclasses
+import difflib
+import types
+import typing
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.errors import ConfigError
+
+
+def override_problems(schema: type, words: list[str]) -> list[str]:
+    """What is wrong with each of the overrides `words` by itself: its form, its key, its type."""
+    problems = []
+    for word in words:
+        try:
+            problems += type_problems(read_override(word), schema, f"override {word}", schema)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def read_override(word: str) -> dict:
+    key, equals, value = word.partition("=")
+    if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
+        raise ConfigError(f"override {word!r} is not of the form section.key=value")
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([word]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"override {word!r}: {' '.join(str(error).split())}") from None
+
+
+def type_problems(value, expected, where: str, schema: type, key: str = "") -> list[str]:
+    """Every place where `value`, plain YAML data, does not fit the type `expected`; `key` is its path in `schema`."""
+    said = f"{where}: {key}={value!r}"
+    if isinstance(value, str) and value.startswith("${") and not dataclasses.is_dataclass(expected):
+        return []  # an interpolation; its result is checked by OmegaConf
+    if value == MISSING:
+        return []
+    if dataclasses.is_dataclass(expected):
+        if not isinstance(value, dict):
+            return [f"{said}: this is a section with keys {', '.join(_fields(expected))}, not a single value"]
+        problems = []
+        for name, below in value.items():
+            path = f"{key}.{name}".lstrip(".")
+            if name not in _fields(expected):
+                problems.append(f"{where}: {path} is not a setting{_suggest(str(name), _fields(expected), key, schema)}")
+            else:
+                problems += type_problems(below, _fields(expected)[name], where, schema, path)
+        return problems
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return []
+        return type_problems(value, next(a for a in arguments if a is not type(None)), where, schema, key)
+    if origin is list:
+        if not isinstance(value, list):
+            return [f"{said}: this must be a list, in brackets, e.g. {key}=[...]"]
+        return [p for i, item in enumerate(value) for p in type_problems(item, arguments[0], where, schema, f"{key}[{i}]")]
+    fits = {
+        bool: isinstance(value, bool),
+        int: isinstance(value, int) and not isinstance(value, bool),
+        float: isinstance(value, (int, float)) and not isinstance(value, bool),
+        str: isinstance(value, str),
+    }[expected]
+    words = {
+        bool: "true or false",
+        int: "a whole number, written without quotes",
+        float: "a number, written without quotes",
+        str: "a text (YAML takes on, off, yes and no for true and false, and digits for a number; put quotes around it)",
+    }
+    return [] if fits else [f"{said}: this must be {words[expected]}"]
+
+
+def _fields(cls) -> dict[str, type]:
+    return typing.get_type_hints(cls)
+
+
+def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> str:
+    """'; did you mean X?' for the nearest known name, or for the same name in another section of `schema`."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
+    elsewhere = _paths_of(word, schema)
+    return f"; did you mean {elsewhere[0]}?" if elsewhere else (f"; {section} has {', '.join(known)}" if section else "")
+
+
+def _paths_of(word: str, cls, prefix: str = "") -> list[str]:
+    """Key paths anywhere in the schema whose last part is (nearly) `word`."""
+    found = []
+    for name, kind in _fields(cls).items():
+        if difflib.get_close_matches(word, [name], cutoff=0.8):
+            found.append(prefix + name)
+        if dataclasses.is_dataclass(kind):
+            found += _paths_of(word, kind, f"{prefix}{name}.")
+    return found
