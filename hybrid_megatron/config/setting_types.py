@@ -85,7 +85,7 @@ def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> s
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     if near:
         return f"; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
-    elsewhere = _paths_of(word, schema)
+    elsewhere = [] if section.endswith("]") else _paths_of(word, schema)  # an entry of a list has its own keys alone
     return f"; did you mean {elsewhere[0]}?" if elsewhere else (f"; {section} has {', '.join(known)}" if section else "")
 
 
