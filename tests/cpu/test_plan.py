@@ -186,7 +186,7 @@ def test_mistakes_on_the_command_line(words, said):
 
 
 def test_too_much_memory_is_said_and_is_no_error():
-    ended = command("3b+rope+pretrain_4k", "--gpus", "8")
+    ended = command("3b+rope+pretrain_4k", "train.micro_batch=16", "--gpus", "8")
     assert ended.code == 0 and "DOES NOT FIT in the 128 usable" in ended.out and "too much" in ended.out
 
 

@@ -38,8 +38,8 @@ class GDN(LinearMixer):
 
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
-        """q and k before their L2 norms, both norms twice, six times a gate, in float32; the inverse of the chunk's triangular matrix."""
-        return 4 * (2 * model.head_dim + 4 + 6) + element * CHUNK
+        """q and k before their L2 norms, the inverse of the chunk's triangular matrix; in float32 beta and the sums of gates."""
+        return element * (2 * model.head_dim + CHUNK) + 4 * 2
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:

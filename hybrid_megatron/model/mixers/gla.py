@@ -38,8 +38,8 @@ class GLA(LinearMixer):
 
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
-        """In float32 the gates, what logsigmoid takes, and FLA's scores within chunks of 64 tokens."""
-        return 4 * (2 * model.head_dim + 64)
+        """What the bias is added to; in float32 the gates and FLA's scores within chunks of 64 tokens."""
+        return element * model.head_dim + 4 * (model.head_dim + 64)
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:

@@ -113,13 +113,12 @@ class LinearMixer(Mixer):
         wide, narrow = group.heads * model.head_dim, units * model.head_dim
         kept = units * sum(cls.rows(model, group).values()) + sum(cls.shared_rows(model, group).values())
         kept += 4 * wide  # q, k and v as the kernel takes them, and its output
-        if settings.output_gate != "none":
-            kept += 2 * wide  # the normalised output and the gate's value
         if settings.short_conv:
             kept += wide + 2 * narrow  # what SiLU takes
         if settings.qk_norm and (settings.short_conv or cls.activates):
             kept += wide + narrow  # what the norms take
-        sums = group.heads + (group.heads + units if settings.qk_norm else 0)  # root mean squares
+        sums = group.heads if settings.output_gate == "none" else 0  # root mean squares; with a gate they are computed again
+        sums += group.heads + units if settings.qk_norm else 0
         convolved = (wide + 2 * narrow) if settings.short_conv else 0  # in float32
         return tokens * (kept * element + 4 * (sums + convolved) + group.heads * cls.kernel_bytes(model, element))
 

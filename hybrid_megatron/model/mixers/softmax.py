@@ -77,8 +77,6 @@ class SoftmaxMixer(Mixer):
         kept = cls.units(model, group) * rows + queries  # the projected rows, and the output
         if settings.qk_norm or group.position == "rope":
             kept += queries + keys  # q and k as the kernel takes them
-        if settings.output_gate != "none":
-            kept += queries  # the gate's value
         sums = group.heads  # the softmax's, in float32
         if settings.qk_norm:
             sums += group.heads + cls.units(model, group)  # root mean squares
