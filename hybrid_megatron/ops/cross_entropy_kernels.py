@@ -1,5 +1,5 @@
-"""The two passes of cross_entropy.py as Triton kernels: float32 logits are read once each time, and nothing of their size is written but the
-gradient. Torch's operators took 12 passes over 0.5 GB of logits at a time, a fifth of a 776M model's step on an H200."""
+"""The two passes of cross_entropy.py as Triton kernels: float32 logits are read once each time, and nothing of their size is written but
+the gradient. Torch's operators took 12 passes over 0.5 GB of logits at a time, a fifth of a 776M model's step on an H200."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""python -m tests.cpu.interpreted_kernels, with TRITON_INTERPRET=1: our Triton kernels on the CPU, by Triton's interpreter, against float64.
+"""python -m tests.cpu.interpreted_kernels, with TRITON_INTERPRET=1: our Triton kernels by Triton's interpreter, against float64.
 
 Prints the largest relative errors as JSON.
 """
