@@ -72,7 +72,7 @@ def test_ids_are_hugging_faces(pair):
     ours, theirs = pair
     for text, one, other in zip(TEXTS, ours.encode_batch(TEXTS), ids_of(theirs, TEXTS)):
         assert one == other, text[:50]
-        assert ours._model.normalize or ours.decode(one) == text
+        assert ours.model.normalize or ours.decode(one) == text
 
 
 def test_ids_do_not_depend_on_cuts(pair, monkeypatch):
@@ -104,7 +104,7 @@ def test_ids_do_not_depend_on_cuts(pair, monkeypatch):
     monkeypatch.setattr(long_texts, "SEGMENT", 8)
     monkeypatch.setattr(long_texts, "LONG_RUN", 10)
     assert sum(len(long_texts.segments(text)) for text in texts) > 3 * len(texts)
-    assert sum(len(long_texts.long_runs(text, ours._model.run)) for text in texts) > len(texts)
+    assert sum(len(long_texts.long_runs(text, ours.model.run)) for text in texts) > len(texts)
     assert ours.encode_batch(texts) == ids_of(theirs, texts)
 
 
@@ -122,7 +122,7 @@ def test_threads_and_arrays_change_nothing(pair):
     ours, _ = pair
     words = ours._encoding._mergeable_ranks
     data = b"\n".join(base64.b64encode(word) + b" %d" % rank for word, rank in words.items())
-    threaded = TiktokenTokenizer("small", ours._model, data, threads=4)
+    threaded = TiktokenTokenizer("small", ours.model, data, threads=4)
     assert threaded.encode_batch(TEXTS * 3) == ours.encode_batch(TEXTS) * 3
     assert [ids.tolist() for ids in ours.encode_arrays(TEXTS)] == ours.encode_batch(TEXTS)
 
