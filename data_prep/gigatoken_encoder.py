@@ -19,7 +19,7 @@ from hybrid_megatron.errors import DataError
 DISPUTED = [*map(chr, range(0x11DE0, 0x11DEA)), *map(chr, range(0x16FF4, 0x16FF7))]
 # The library remembers every word it has met. Once the process has grown by so much, it starts anew, but not after each large document.
 MOST_GROWTH_BYTES = 128_000_000
-LEAST_CHARACTERS = 64_000_000
+LEAST_CHARACTERS = 32_000_000
 
 # Of every range of letters and numbers that Unicode 15.1 to 17 added: these stand where tables of different age differ.
 _RECENT = "\u088f\u0c5c\u0cdc\u1c89\ua7cb\ua7ce\ua7d2\ua7da\U000105c0\U00010940\U00010d40\U00010d4a\U00010ec2\U00011380\U00011b60\U00011bc0"
@@ -40,7 +40,8 @@ PROBE = (
 class GigatokenTokenizer(TiktokenTokenizer):
     """A TiktokenTokenizer whose texts gigatoken encodes: to the manifest, and to every reader, the same tokenizer.
 
-    `prepared` is its `tokenizer_json`, where that has been made before. Raises `DataError` where the library cannot take the vocabulary or its ids on PROBE are not tiktoken's.
+    `prepared` is its `tokenizer_json`, where that has been made before. Raises `DataError` where the library cannot take the vocabulary
+    or its ids on PROBE are not tiktoken's.
     """
 
     encoder = "gigatoken"
@@ -50,10 +51,12 @@ class GigatokenTokenizer(TiktokenTokenizer):
         self._json = prepared or tokenizer_json(model, self.ranks)
         self._start()
         for text in PROBE:
-            if not self.agrees(text, self._ids(text)):
-                raise DataError(
-                    f"gigatoken {gigatoken_version()} finds other ids than tiktoken in {text[:20]!r}...; use --encoder tiktoken"
-                )
+            try:
+                problem = "" if self.agrees(text, self.encode_arrays([text])[0]) else "it finds other ids than tiktoken"
+            except EncodingFailed as failure:
+                problem = failure.reason
+            if problem:
+                raise DataError(f"gigatoken {gigatoken_version()} fails on the text {text[:20]!r}... ({problem}); use --encoder tiktoken")
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         if self._characters > LEAST_CHARACTERS and self._process.memory_info().rss - self._size > MOST_GROWTH_BYTES:
@@ -83,10 +86,10 @@ class GigatokenTokenizer(TiktokenTokenizer):
         return psutil.Process()
 
     def _start(self) -> None:
-        from gigatoken.gigatoken_rs import load_hf_json  # the package's own Tokenizer would bring the library awkward along
-
         self._library: Any = None  # before there are two of them
         try:
+            from gigatoken.gigatoken_rs import load_hf_json  # the package's own Tokenizer would bring the library awkward along
+
             self._library = load_hf_json(self._json)
         except BaseException as error:
             if not isinstance(error, Exception) and not _is_panic(error):
@@ -127,7 +130,7 @@ def prepare(tokenizer: Tokenizer, encoder: str) -> str:
 
 
 def with_encoder(tokenizer: Tokenizer, encoder: str, prepared: str = "") -> Tokenizer:
-    """The same tokenizer by one of ENCODERS; "auto" is gigatoken where that is installed and agrees. Raises `DataError` where it cannot be."""
+    """The same tokenizer by one of ENCODERS; "auto" is gigatoken where that is installed and agrees. Raises `DataError`."""
     if not applies(tokenizer, encoder):
         return tokenizer
     assert isinstance(tokenizer, TiktokenTokenizer)

@@ -167,7 +167,7 @@ def finished_dataset(prefix: Path, request: dict, overwrite: bool, was_interrupt
 
 
 def _make_missing(job: Job, named: Tokenizer, shards: Sequence[Shard], spread: Spread) -> tuple[list[Manifest], int, int, str]:
-    """Make the parts that are not there; returns the manifests of all, how many were made, from how many bytes of input, by which encoder."""
+    """Make the parts that are not there; returns the manifests of all, and how many were made, from how many bytes of input, by what."""
     encoder = ""
     missing = [shard for shard in shards if finished_part(job, shard) is None]
     if missing:

@@ -33,8 +33,9 @@ def make_parts(
 ) -> None:
     """Make the parts of `shards`; here where one process is asked for, unless its encoder might take it down.
 
-    `named` is the job's tokenizer as it is loaded here. `on_progress` gets a shard and its bytes read, documents and tokens so far; `on_encoder` which encoder is at work. Raises `DataError` with the first failure, also where a
-    process is killed, after the others are stopped; parts that were finished stay.
+    `named` is the job's tokenizer as it is loaded here. `on_progress` gets a shard and its bytes read, documents and tokens so far;
+    `on_encoder` what encodes. Raises `DataError` with the first failure, also where a process is killed, after the others are stopped;
+    parts that were finished stay.
     """
     reads_stdin = any(STANDARD_INPUT in shard.files for shard in shards)
     if processes == 1 and (reads_stdin or not applies(named, job.encoder)):
