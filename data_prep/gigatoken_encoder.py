@@ -4,6 +4,7 @@ The library is young, so it is believed only where it agrees with tiktoken: on P
 """
 
 import json
+import re
 from functools import cached_property
 from typing import Any
 
@@ -15,16 +16,19 @@ from data_prep.tiktoken_tokenizers import Model, TiktokenTokenizer, byte_letters
 from data_prep.tokenizer_base import EncodingFailed, Tokenizer
 from hybrid_megatron.errors import DataError
 
-# Numbers that one of the two libraries, as pinned, does not know as such: their Unicode tables differ in age.
-DISPUTED = [*map(chr, range(0x11DE0, 0x11DEA)), *map(chr, range(0x16FF4, 0x16FF7))]
+# Letters and numbers of Unicode 17, which tiktoken knows and gigatoken does not: texts that hold one are tiktoken's.
+_LETTERS = "\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1"
+_RANGES = "\U00010940-\U00010959\U00010ec5-\U00010ec7\U00011db0-\U00011ddb\U00011de0-\U00011de9\U00016ea0-\U00016ed3\U00016ff2-\U00016ff6"
+_RANGES += "\U000187f8-\U000187ff\U00018d09-\U00018d1e\U00018d80-\U00018df2\U0001e6c0-\U0001e6ff\U0002b73a-\U0002b73f"
+_RANGES += "\U0002cea2-\U0002cead\U000323b0-\U00033479"
+_BEYOND_16_BITS = re.compile(f"[{_RANGES}]")
 # The library remembers every word it has met. Once the process has grown by so much, it starts anew, but not after each large document.
 MOST_GROWTH_BYTES = 128_000_000
 LEAST_CHARACTERS = 32_000_000
 
-# Of every range of letters and numbers that Unicode 15.1 to 17 added: these stand where tables of different age differ.
-_RECENT = "\u088f\u0c5c\u0cdc\u1c89\ua7cb\ua7ce\ua7d2\ua7da\U000105c0\U00010940\U00010d40\U00010d4a\U00010ec2\U00011380\U00011b60\U00011bc0"
-_RECENT += "\U00011bf0\U00011db0\U000116d0\U00013460\U00016100\U00016130\U00016d40\U00016d70\U00016ea0\U000187f8"
-_RECENT += "\U00018d09\U00018d80\U0001cc00\U0001ccf0\U0001e5d0\U0001e5f1\U0002ebf0\U000323b0"
+# Of ranges of letters and numbers that Unicode 15.1 and 16 added: there, tables of different age would differ.
+_RECENT = "\u1c89\ua7cb\ua7da\U000105c0\U00010d40\U00010d4a\U00010ec2\U00011380\U00011bc0\U00011bf0\U000116d0\U00013460\U00016100"
+_RECENT += "\U00016130\U00016d40\U00016d70\U0001ccf0\U0001e5d0\U0001e5f1\U0002ebf0"
 PROBE = (
     "Hello world, it's 12345678 o'CLOCK; I'LL've don'T 'ſa 'K '",
     "def f(x):\n\tif x != 0:\r\n\r\n        return {'a': [1, 22, 333]}\n\n\n   \n # fin  ",
@@ -76,7 +80,7 @@ class GigatokenTokenizer(TiktokenTokenizer):
 
     def _ids(self, text: str) -> np.ndarray:
         self._characters += len(text)
-        if not text.isascii() and any(letter in text for letter in DISPUTED):
+        if is_disputed(text):
             return super().encode_arrays([text])[0]
         normalize = self.model.normalize
         return self._library.encode(normalize(text) if normalize else text)
@@ -97,6 +101,16 @@ class GigatokenTokenizer(TiktokenTokenizer):
             reason = str(error).strip().splitlines()[0]
             raise DataError(f"gigatoken cannot take the tokenizer {self.name} ({reason}); use --encoder tiktoken") from None
         self._characters, self._size = 0, self._process.memory_info().rss
+
+
+def is_disputed(text: str) -> bool:
+    """Whether a character of `text` is a letter or a number to one of the two libraries alone."""
+    if text.isascii():
+        return False
+    if any(letter in text for letter in _LETTERS):
+        return True
+    # The expression is slow, and few texts hold anything beyond 16 bits.
+    return len(text.encode("utf-16-le", "surrogatepass")) != 2 * len(text) and _BEYOND_16_BITS.search(text) is not None
 
 
 def tokenizer_json(model: Model, ranks: dict[bytes, int]) -> str:
