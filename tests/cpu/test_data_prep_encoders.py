@@ -103,6 +103,7 @@ def test_any_text(pair, texts):
     assert fast.encode_batch(texts) == slow.encode_batch(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_character_of_unicode(name):
     pairs = [bytes(pair) for pair in product(range(256), repeat=2)]  # so that a border between two pieces shows
