@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# What srun runs once on each node: torchrun, which starts one process a GPU. Signals are passed on to these processes, which stop at the
+# end of their step. torchrun itself ignores them: it would end the processes at once, and Slurm signals only the one it started.
+#
+#   node.sh train|preflight RECIPE [a.b=c ...]
+set -u
+
+# On the node's own disk: Triton's kernels written to a shared file system by many processes fail with stale file handles.
+export TRITON_CACHE_DIR=${LOCAL_TMP:-/tmp}/triton-$USER-$SLURM_JOB_ID
+export TORCHINDUCTOR_CACHE_DIR=${LOCAL_TMP:-/tmp}/inductor-$USER-$SLURM_JOB_ID
+
+command=$1
+shift
+processes=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+run=("$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" --max-restarts=0
+    --rdzv-backend=c10d --rdzv-endpoint="$MASTER:$PORT" --rdzv-id="$SLURM_JOB_ID-$PORT"
+    --signals-to-handle=SIGINT --log-dir="$JOB_DIR/ranks" --tee=3)
+
+if [[ $command == preflight ]]; then
+    trap '' USR1 USR2 TERM # it takes less than a minute
+    # torchrun ends with 1 whatever its processes end with.
+    # shellcheck disable=SC2016
+    exec "${run[@]}" --no-python bash -c '"$@"; code=$?; echo $code >>"$JOB_DIR/codes"; exit $code' - "$PYTHON" -m launch preflight "$@"
+fi
+
+(
+    trap '' USR1 USR2 TERM
+    exec "${run[@]}" -m launch train "$@"
+) &
+torchrun=$!
+
+# torchrun's children, without ps or pgrep, which a container may lack.
+workers() {
+    local file line
+    for file in /proc/[0-9]*/stat; do
+        read -r line 2>/dev/null <"$file" || continue
+        read -r _ parent _ <<<"${line##*) }"
+        if [[ $parent == "$torchrun" ]]; then basename "${file%/stat}"; fi
+    done
+}
+
+pass_on() { # pass_on SIGNAL
+    # Until training says that it is running, nobody there listens yet.
+    until [[ -s $HYBRID_MEGATRON_OUTCOME ]] || ! kill -0 "$torchrun" 2>/dev/null; do sleep 1; done
+    local worker
+    for worker in $(workers); do kill -s "$1" "$worker" 2>/dev/null; done
+}
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM USR2
+
+code=1
+while kill -0 "$torchrun" 2>/dev/null; do
+    wait "$torchrun"
+    code=$?
+done
+exit "$code"

@@ -1,0 +1,62 @@
+"""One cluster for all tests here, a tiny dataset, and the runs that nothing disturbs."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.tiny import make_tiny_data
+from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.jobs import Training, cluster_env, undisturbed_metrics
+
+
+@pytest.fixture(scope="session")
+def running_cluster() -> Iterator[Cluster]:
+    """Three nodes: two for a job, and one to go on with when one of them dies."""
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))
+    try:
+        with Cluster(folder, nodes=3) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(running_cluster) -> Iterator[Cluster]:
+    """Idle, with all nodes."""
+    yield running_cluster
+    running_cluster.tidy()
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> Path:
+    """Folder with `train` and `valid` datasets of 256 words, their manifests and index maps."""
+    return make_tiny_data(tmp_path_factory.mktemp("tiny_data"))
+
+
+@pytest.fixture
+def training(cluster, tiny_data, tmp_path) -> Callable[..., Training]:
+    """Makes a training to submit: `training(nodes=2, "a.b=c", ...)`; its run folder is `tmp_path/run`."""
+    settings = cluster_env(tmp_path)
+
+    def make(*overrides: str, nodes: int = 1) -> Training:
+        return Training(cluster, tiny_data, tmp_path / "run", settings, nodes, overrides)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tiny_data, tmp_path_factory) -> Callable[[int], list[dict]]:
+    """What a run on so many processes computes when nothing happens to it, without Slurm."""
+    known: dict[int, list[dict]] = {}
+
+    def of(processes: int) -> list[dict]:
+        if processes not in known:
+            known[processes] = undisturbed_metrics(tiny_data, tmp_path_factory.mktemp("undisturbed") / "run", processes)
+        return known[processes]
+
+    return of

@@ -1,0 +1,82 @@
+"""A training as these tests submit it: through the batch scripts of slurm/ as they are, with options of sbatch that make it small."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.cpu.runs import CHECKOUT, Process, checkpoints, computed
+from tests.cpu.tiny import tiny_words
+from tests.slurm.cluster import Cluster, wait_until
+
+STEPS = 80
+WORDS = (f"train.tokens={STEPS * 512}", "checkpoint.interval_steps=10", "validation.interval_steps=40")
+TEMPLATES = {1: "slurm/train_8xh200.sbatch", 2: "slurm/train_16xh200.sbatch"}
+"""By their nodes."""
+
+
+def cluster_env(folder: Path, *more: str) -> Path:
+    """A cluster.env for machines without GPUs: no examination of the nodes, unless `more` lines say so, which takes as long as a run."""
+    file = folder / "cluster.env"
+    file.write_text("\n".join([f"PYTHON={sys.executable}", "PREFLIGHT=no", "export OMP_NUM_THREADS=1", *more]) + "\n")
+    return file
+
+
+def undisturbed_metrics(data: Path, run: Path, processes: int) -> list[dict]:
+    ended = Process(tiny_words(data, *WORDS, f"run_dir={run}"), processes).end()
+    assert ended.code == 0, ended.err
+    return computed(run)
+
+
+class Training:
+    """A recipe of STEPS steps on `nodes` nodes, one process on each."""
+
+    def __init__(self, cluster: Cluster, data: Path, run: Path, settings: Path, nodes: int, overrides: tuple[str, ...]):
+        self.cluster, self.run, self.nodes = cluster, run, nodes
+        self.words = tiny_words(data, *WORDS, f"run_dir={run}", *overrides)
+        self.environment = {"HYBRID_MEGATRON_CLUSTER": str(settings)}
+        self.job = ""
+
+    def submit(self, *options: str) -> str:
+        """With a plain sbatch."""
+        log = f"--output={self.run.parent}/slurm-%j.out"
+        script = TEMPLATES[self.nodes]
+        self.job = self.cluster.sbatch("--gres=gpu:1", log, *options, script, *self.words, cwd=CHECKOUT, environment=self.environment)
+        return self.job
+
+    @property
+    def log(self) -> str:
+        file = self.run.parent / f"slurm-{self.job}.out"
+        return file.read_text() if file.is_file() else ""
+
+    @property
+    def steps(self) -> int:
+        """Steps that metrics.jsonl has now."""
+        file = self.run / "metrics.jsonl"
+        return file.read_text().count("\n") if file.is_file() else 0
+
+    def wait_for_steps(self, count: int, seconds: float = 240) -> None:
+        wait_until(lambda: self.steps >= count, f"step {count}", seconds, lambda: f"{self.steps} steps\n{self.log}")
+
+    def end(self, state: str = "COMPLETED", seconds: float = 300) -> None:
+        """Wait for the job's end, which must be this one."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        found = self.cluster.wait_for_state(self.job, *over, seconds=seconds)
+        assert found == state, f"{found}\n{self.log}"
+
+    def attempts(self, job: str | None = None) -> list[str]:
+        """How each start of the job ended, without when: `from CHECKPOINT: HOW`."""
+        file = self.run / f"logs/job_{job or self.job}/attempts"
+        return [line.partition(" ")[2] for line in file.read_text().splitlines()]
+
+    def restarts(self) -> int:
+        return int(self.cluster.job(self.job)["Restarts"])
+
+    def events(self, kind: str) -> list[dict]:
+        lines = [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == kind]
+
+    def check_complete(self, undisturbed: list[dict]) -> None:
+        """Every step once, with bitwise the losses of the run that nothing disturbed, and nothing half done left."""
+        assert computed(self.run) == undisturbed, self.log
+        assert checkpoints(self.run)[-1] == f"step_{STEPS:08d}"
+        assert not [path for path in self.run.rglob("*") if path.name.endswith((".partial", ".new"))]
