@@ -20,7 +20,9 @@ def validate(config: RunConfig, world_size: int) -> None:
     basic = basic_problems(config)
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, tensor_problems, _sequence, context_problems, pipeline_problems, schedule_problems, longce_problems)
+    rules = (
+        _layers, tensor_problems, _sequence, context_problems, pipeline_problems, schedule_problems, longce_problems, watchdog_problems,
+    )  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -33,7 +35,7 @@ def basic_problems(config: RunConfig) -> list[str]:
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
-    names = ("model", "parallel", "optimizer", "schedule", "longce", "train", "validation", "checkpoint", "tracking")
+    names = ("model", "parallel", "optimizer", "schedule", "longce", "train", "validation", "checkpoint", "tracking", "watchdog")
     sections = [("", config), *((name, getattr(config, name)) for name in names)]
     sections += [(f"model.{mixer}", getattr(config.model, mixer)) for mixer in MIXERS]
     sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]
@@ -162,6 +164,15 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"parallel.virtual_pipeline={chunks}: it cuts pipeline stages into chunks and parallel.pipeline=1; "
             "leave it out or raise parallel.pipeline"
+        )
+
+
+def watchdog_problems(config: RunConfig) -> Iterator[str]:
+    watchdog = config.watchdog
+    if watchdog.step_seconds is not None and watchdog.first_step_seconds < watchdog.step_seconds:
+        yield (
+            f"watchdog.first_step_seconds={watchdog.first_step_seconds:g}: the first step does what a later one does and compiles kernels, "
+            f"so it must have at least watchdog.step_seconds={watchdog.step_seconds:g}"
         )
 
 

@@ -7,15 +7,21 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from hybrid_megatron import platform
 from hybrid_megatron.config.schema import ParallelConfig
 from hybrid_megatron.errors import UserError
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+_TIMEOUT = timedelta(minutes=30)
+"""As megatron-core's own."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,11 @@ class ParallelState:
         dist.all_gather_object(values, value)
         return values
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations that begin from now on may wait for other ranks, in all groups of this process."""
+        for group in list(_world.pg_map):
+            _set_pg_timeout(timeout, group)
+
     def from_rank_0(self, value):
         """Rank 0's value, on every rank; any picklable object."""
         values = [value]
@@ -105,18 +116,22 @@ def global_rank() -> int:
 
 
 @contextlib.contextmanager
-def start(parallel: ParallelConfig, seed: int) -> Iterator[ParallelState]:
-    """Start torch.distributed and megatron-core's groups for this layout; destroy both at the end, whatever happens."""
+def start(parallel: ParallelConfig, seed: int, timeout: timedelta = _TIMEOUT) -> Iterator[ParallelState]:
+    """Start torch.distributed and megatron-core's groups for this layout; destroy both at the end, whatever happens.
+
+    Operations between ranks, and their coming together, may wait for `timeout`.
+    """
     if world_size() > 1:
-        dist.init_process_group(platform.backend())
+        dist.init_process_group(platform.backend(), timeout=timeout)
     else:  # alone: no port, no address
-        dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(platform.backend(), timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
         )
         # Nothing in a training step draws random numbers, but megatron-core forks this generator under sequence parallelism.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -90,6 +90,11 @@ class Console:
         self.say(f"complete   this run has done all its {step:,} steps; {self._result()}")
         self.say(f"run folder {self.config.run_dir}")
 
+    def stopped_before(self, step: int, by: str) -> None:
+        """A run that was asked to stop before it had done a step."""
+        done = f"before the next step: {step:,} are done, as its newest checkpoint has them" if step else "before its first step"
+        self.say(f"stopped    by {by} {done}, nothing lost; run the same command again to {'resume' if step else 'begin'}")
+
     def finish(self, step: int, stopped_by: str | None, plot: Path | None) -> None:
         if stopped_by:
             self.say(f"stopped    by {stopped_by} after step {step:,}, with a checkpoint; run the same command again to resume")

@@ -6,7 +6,6 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_megatron import platform
@@ -26,31 +25,21 @@ from hybrid_megatron.parallel.state import global_rank, world_size
 from hybrid_megatron.training.build import Trainer, build_trainer
 from hybrid_megatron.training.console import Console
 from hybrid_megatron.training.optimizer import set_hyperparameters
+from hybrid_megatron.training.outcome import Outcome, tell_end, tell_running
 from hybrid_megatron.training.plot import plot_losses
 from hybrid_megatron.training.run_folder import RunFolder, check_same_run, open_run_folder
 from hybrid_megatron.training.schedule import learning_rate
-from hybrid_megatron.training.signals import StopRequest, stop_on_signals
+from hybrid_megatron.training.signals import StopRequest
 from hybrid_megatron.training.step import NonFinite, StepResult, train_step, validation_loss
 from hybrid_megatron.training.tracking import Tracker
+from hybrid_megatron.training.watchdog import Watch, group_timeout, watching
 
 _FAILED = 1 << 20
 """Told to all ranks in place of a signal's number when rank 0 cannot write its metrics."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a call of `train` ended."""
-
-    run_dir: Path
-    step: int
-    """Steps done in all."""
-    complete: bool
-    stopped_by: str | None = None
-    """The signal that stopped it, if one did."""
-
-
-def train(config: RunConfig) -> Outcome:
-    """Train a recipe to its token budget, from the newest checkpoint in its run folder if there is one.
+def train(config: RunConfig, stop: StopRequest) -> Outcome:
+    """Train a recipe to its token budget, from the newest checkpoint in its run folder if there is one, or until `stop` asks to stop.
 
     Called by every process. Raises a UserError for what the user can mend, on every process; before any process group exists where
     that is possible.
@@ -81,9 +70,12 @@ def train(config: RunConfig) -> Outcome:
             store.tidy(config.checkpoint.keep_last)
             check_hashes(newest[0])  # said to be complete, so it must be whole
         console.already_complete(config.num_steps)
-        return Outcome(Path(config.run_dir), config.num_steps, complete=True)
-    with start(config.parallel, config.seed) as state, open_run_folder(config, state) as folder, stop_on_signals() as stop:
-        return _run(config, state, folder, store, train_data, valid_data, console, stop, init_from)
+        return tell_end(Outcome(Path(config.run_dir), config.num_steps, complete=True))
+    with watching(config) as watch, start(config.parallel, config.seed, group_timeout(config.watchdog, warm=False)) as state:
+        if name := _asked_to_stop(state, stop):
+            return _stopped_before_a_step(config, console, newest[1].step if newest else 0, name)
+        with open_run_folder(config, state) as folder:
+            return _run(config, state, folder, store, train_data, valid_data, console, stop, watch, init_from)
 
 
 def _run(
@@ -95,12 +87,15 @@ def _run(
     valid_data: Dataset | None,
     console: Console,
     stop: StopRequest,
+    watch: Watch,
     init_from: Path | None,
 ) -> Outcome:
+    watch.begin_heartbeat(state.from_rank_0(folder and folder.holding))
     accounts = account(config, plan_layers(config))
     console.describe(state, accounts)
     with state.together():
         check_kernels(config, plan_layers(config))
+    watch.phase("loading")
     newest, init_from = state.from_rank_0((store.newest(), init_from))  # a shared file system may show the others an older state
     with _named_init_from():
         trainer = build_trainer(config, state, train_data, valid_data, None if newest else init_from)
@@ -120,9 +115,17 @@ def _run(
                 folder.event("init_from", checkpoint=str(init_from.resolve()), step=trainer.origin.step, tokens=trainer.origin.tokens)
             folder.event("start", step=done, layout=state.layout, world_size=state.world_size, device=platform.device_name())
             tracker = Tracker(config, folder, done)
+    if name := _asked_to_stop(state, stop):  # loading and checking kernels may have taken minutes, and so may the first step
+        if tracker is not None:
+            folder.event("stopped", step=done, signal=name)
+            tracker.close(exit_code=0)
+        return _stopped_before_a_step(config, console, done, name)
     try:
-        outcome = _steps(trainer, accounts, store, folder, tracker, console, stop, done)
+        tell_running(done)
+        outcome = tell_end(_steps(trainer, accounts, store, folder, tracker, console, stop, watch, done))
+        watch.phase("ending")
     except BaseException as error:
+        watch.failing(error)
         if tracker is not None:
             folder.event("failed", error=str(error).splitlines()[0] if str(error) else type(error).__name__)
             tracker.close(exit_code=1)
@@ -141,28 +144,35 @@ def _steps(
     tracker: Tracker | None,
     console: Console,
     stop: StopRequest,
+    watch: Watch,
     done: int,
 ) -> Outcome:
     """The loop: step, measure, log, save, until the budget is spent or someone asks to stop."""
     config, state = trainer.config, trainer.state
     while done < config.num_steps:
         began = time.perf_counter()
+        watch.phase("data", done)
         lr = learning_rate(config, done)
         set_hyperparameters(trainer.optimizer, lr, config.optimizer.weight_decay)
         try:
-            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state)
+            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state, watch)
         except NonFinite as problem:
             raise _diverged(trainer, accounts, store, done, f"step {done + 1}: {problem}") from None
         platform.synchronize()
         done += 1
+        if not watch.warm:  # kernels are compiled and tuned: from here on a hang shows sooner
+            watch.warm = True
+            state.set_timeout(group_timeout(config.watchdog, warm=True))
         metrics = _metrics(config, state, accounts, done, lr, result, time.perf_counter() - began)
 
         last = done == config.num_steps
         if trainer.valid_stream is not None and (last or done % config.validation.interval_steps == 0):
+            watch.phase("validation", done)
             measured = validation_loss(config, trainer.model, trainer.valid_stream, state)
             if not math.isfinite(measured):
                 raise _diverged(trainer, accounts, store, done, f"step {done}: the validation loss is {measured}")
             metrics["validation_loss"] = measured
+        watch.phase("logging", done)
         failure = _log(tracker, metrics)
         console.step(metrics)
         signal_number = state.highest(_FAILED if failure else stop.number)
@@ -171,6 +181,7 @@ def _steps(
                 if failure:
                     raise failure
         if last or signal_number or done % config.checkpoint.interval_steps == 0:
+            watch.phase("saving")
             _save(trainer, accounts, store, folder, done)
         if signal_number and not last:
             name = signal.Signals(signal_number).name
@@ -180,6 +191,18 @@ def _steps(
     if folder is not None:
         folder.event("complete", step=done)
     return Outcome(Path(config.run_dir), done, complete=True)
+
+
+def _asked_to_stop(state: ParallelState, stop: StopRequest) -> str | None:
+    """The signal that any rank has got, if one has; collective."""
+    number = state.highest(stop.number)
+    return signal.Signals(number).name if number else None
+
+
+def _stopped_before_a_step(config: RunConfig, console: Console, done: int, name: str) -> Outcome:
+    """All that a run has is in its newest checkpoint, if there is one."""
+    console.stopped_before(done, name)
+    return tell_end(Outcome(Path(config.run_dir), done, complete=False, stopped_by=name))
 
 
 def _log(tracker: Tracker | None, metrics: dict[str, float]) -> RunError | None:

@@ -3,14 +3,16 @@
 config.yaml    the resolved recipe              checkpoints/   step_XXXXXXXX/, see checkpoint/
 metrics.jsonl  one line a step                  wandb/         wandb's own files
 events.jsonl   starts, saves, stops, ...        loss.png       training and validation loss
-RUN_ID         the wandb run id
+RUN_ID         the wandb run id                 logs/          heartbeats/, stacks/, see heartbeat.py, watchdog.py
+.lock .lease.N who holds the folder, see folder_lock.py
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import json
+import os
 import secrets
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,11 +23,12 @@ from hybrid_megatron.config import RunConfig, load_recipe, save_config
 from hybrid_megatron.data.datasets import train_fingerprint
 from hybrid_megatron.errors import ConfigError, RunError, UserError
 from hybrid_megatron.parallel import ParallelState
+from hybrid_megatron.training.folder_lock import FolderLock, Held
 
 # What may differ when a run is resumed: it changes how the run is computed or watched, not what it computes. Data files are
 # recognised by their contents (checkpoint/), so that a dataset may move.
 _MAY_CHANGE = (
-    "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "train.micro_batch", "train.recompute",
+    "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "watchdog.", "train.micro_batch", "train.recompute",
     "data.train", "data.valid", "data.tokenizer", "data.cache_dir", "data.repeat",
 )  # fmt: skip
 
@@ -38,18 +41,20 @@ class RunFolder:
         self.path = path
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a")
+            self._lock = FolderLock(self.path, say=lambda text: print(text, flush=True), lost=_end_at_once)
         except OSError as error:
             raise RunError(f"run_dir={self.path}: cannot write there ({error.strerror}); give another with run_dir=PATH") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it when the holder dies
-        except BlockingIOError:
-            self._lock.close()
+        except Held as other:
+            who = f" ({other})" if str(other) else ""
             raise RunError(
-                f"run_dir={self.path}: another process is training in this folder; wait for it, stop it, or give another with run_dir=PATH"
+                f"run_dir={self.path}: another process is training in this folder{who}; "
+                "wait for it, stop it, or give another with run_dir=PATH"
             ) from None
-        except OSError as error:
-            warnings.warn(f"run_dir={self.path}: its file system has no locks ({error.strerror}), so two runs in it would not be noticed")
+
+    @property
+    def holding(self) -> int:
+        """Of how many times this folder was held, this is the last."""
+        return self._lock.number
 
     def record(self, config: RunConfig) -> None:
         """Write config.yaml, and RUN_ID if there is none: once everything that could refuse this run has accepted it."""
@@ -66,21 +71,32 @@ class RunFolder:
         return (self.path / "RUN_ID").read_text().strip()
 
     def event(self, kind: str, **facts) -> None:
-        """Append one line to events.jsonl. A run does not end because that fails."""
-        try:
-            with open(self.path / "events.jsonl", "a") as file:
-                file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts}) + "\n")
-        except OSError as error:
-            warnings.warn(f"{self.path / 'events.jsonl'}: the event {kind!r} cannot be written ({error.strerror})")
+        append_event(self.path, kind, **facts)
 
     def close(self) -> None:
-        self._lock.close()
+        self._lock.release()
 
     def _new(self, name: str) -> Path:
         return self.path / f".{name}.new"
 
     def _put(self, name: str) -> None:
         self._new(name).replace(self.path / name)
+
+
+def append_event(run_dir: Path, kind: str, **facts) -> None:
+    """Append one line to events.jsonl. A run does not end because that fails."""
+    path = run_dir / "events.jsonl"
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts}) + "\n")
+    except OSError as error:
+        warnings.warn(f"{path}: the event {kind!r} cannot be written ({error.strerror})")
+
+
+def _end_at_once(sentence: str) -> None:
+    """Two runs in one folder spoil it, so this one writes nothing more."""
+    print(f"error: {sentence}; this process ends", file=sys.__stderr__, flush=True)
+    os._exit(1)
 
 
 @contextlib.contextmanager

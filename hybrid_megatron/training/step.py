@@ -17,6 +17,7 @@ from hybrid_megatron.model.hybrid_model import TokenLoss
 from hybrid_megatron.ops.longce import longce_weights
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.longce import short_losses
+from hybrid_megatron.training.watchdog import UNWATCHED, Watch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -74,16 +75,18 @@ def train_step(
     stream: BatchStream,
     step: int,
     state: ParallelState,
+    watch: Watch = UNWATCHED,
 ) -> StepResult:
     """Forward and backward over the step's micro-batches, reduce, clip, update. Raises NonFinite before any parameter changes."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    batches = _Timed(stream.step(step))
+    batches = _Timed(watch.micro_batches(stream.step(step)))
     losses = forward_backward(config, model, batches, stream.micro_batches(step), state)
     if not math.isfinite(losses.loss):
         raise NonFinite(f"the loss is {losses.loss}")
 
+    watch.phase("optimizer")
     optimizer.prepare_grads()
     grad_norm = gradient_norm(optimizer)
     if not math.isfinite(grad_norm):

@@ -1,0 +1,60 @@
+"""python -m tests.cpu.disturbed HOW WORDS: `launch train WORDS` with something that goes wrong in one rank, once."""
+
+import ctypes
+import os
+import sys
+import time
+
+from launch.train import main
+
+LAST_RANK = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+FIRST_START = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+STEP = 6
+
+
+def slow_save() -> None:
+    """Every save takes five seconds more."""
+    from hybrid_megatron.training import loop
+
+    plain = loop.save_checkpoint
+
+    def save_checkpoint(store, name, *arguments):
+        store.begin(name)
+        time.sleep(5)
+        return plain(store, name, *arguments)
+
+    loop.save_checkpoint = save_checkpoint
+
+
+def in_data(act) -> None:
+    """The last rank does this while it gets the samples of its seventh step, when it is started for the first time."""
+    from hybrid_megatron.data import BatchStream
+
+    plain = BatchStream.step
+
+    def step(stream, number):
+        if number == STEP and LAST_RANK and FIRST_START:
+            act()
+        yield from plain(stream, number)
+
+    BatchStream.step = step
+
+
+def raises() -> None:
+    raise ZeroDivisionError("a mistake of ours")
+
+
+def holds_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(1000)  # unlike CDLL's, its calls keep the GIL
+
+
+HOW = {
+    "slow_save": slow_save,
+    "sleeps": lambda: in_data(lambda: time.sleep(1000)),
+    "holds_the_interpreter": lambda: in_data(holds_the_interpreter),
+    "raises": lambda: in_data(raises),
+}
+
+if __name__ == "__main__":
+    HOW[sys.argv[1]]()
+    main(sys.argv[2:])
