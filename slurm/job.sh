@@ -5,7 +5,8 @@
 #
 #   RUN_DIR/logs/job_ID/   outcome     training's last word: running STEP, complete, stopped SIGNAL, refused SENTENCE
 #                          attempts    a line a start: when, the checkpoint that was there, how it ended
-#                          bad_nodes   nodes that the examination found bad
+#                          preflight   the examination's last word: ok, refused SENTENCE, bad_nodes, failed SENTENCE
+#                          bad_nodes   nodes that it found bad
 #                          cancelled   is there once somebody asked for the end
 #                          ranks/      what every process printed
 
@@ -26,7 +27,7 @@ run_job() {
         begin_attempt
         if examined; then on_every_node train; fi
         what_now
-        sleep 5 # until what crashed is cleared away
+        sleep "${RETRY_SECONDS:-10}" # what crashed is cleared away, and a network may be back
     done
 }
 
@@ -40,7 +41,8 @@ prepare() {
     RUN_DIR=$(on_one_node "$PYTHON" -m launch run-dir "${recipe[@]}") || end 2 "job $SLURM_JOB_ID does not start, for the reason above"
     mkdir -p "$RUN_DIR/logs/job_$SLURM_JOB_ID" || end 2 "run_dir=$RUN_DIR: cannot write there; give another with run_dir=PATH"
     JOB_DIR=$(realpath "$RUN_DIR/logs/job_$SLURM_JOB_ID")
-    export JOB_DIR HYBRID_MEGATRON_OUTCOME=$JOB_DIR/outcome HYBRID_MEGATRON_BAD_NODES=$JOB_DIR/bad_nodes
+    export JOB_DIR HYBRID_MEGATRON_OUTCOME=$JOB_DIR/outcome
+    export HYBRID_MEGATRON_PREFLIGHT=$JOB_DIR/preflight HYBRID_MEGATRON_BAD_NODES=$JOB_DIR/bad_nodes
     source slurm/env.sh
     # For launch status: a job that launch submit did not submit stands nowhere yet.
     grep -qs "\"id\": \"$SLURM_JOB_ID\"" "$RUN_DIR/jobs.jsonl" ||
@@ -53,7 +55,7 @@ prepare() {
 
 begin_attempt() {
     [[ ! -e $JOB_DIR/cancelled ]] || end 1 "cancelled; submit the same again to go on"
-    rm -f "$JOB_DIR/outcome" "$JOB_DIR/codes" "$JOB_DIR/bad_nodes"
+    rm -f "$JOB_DIR/outcome" "$JOB_DIR/preflight" "$JOB_DIR/bad_nodes"
     local newest
     newest=$(cd "$RUN_DIR/checkpoints" 2>/dev/null && printf '%s\n' step_* | grep -E '^step_[0-9]+$' | tail -n 1)
     printf '%s from %s: ' "$(date +%FT%T)" "${newest:-nothing}" >>"$JOB_DIR/attempts"
@@ -109,8 +111,9 @@ job_state() { scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o 'JobState=[
 # ---- what comes after a start -----------------------------------------------------------------------------------------------------
 
 what_now() {
-    local last
+    local last examination
     last=$(head -n 1 "$JOB_DIR/outcome" 2>/dev/null)
+    examination=$(head -n 1 "$JOB_DIR/preflight" 2>/dev/null)
     case $last in
         complete*)
             end_attempt complete
@@ -131,14 +134,14 @@ what_now() {
     elif [[ -s $JOB_DIR/bad_nodes ]]; then
         end_attempt "bad nodes: $(paste -sd, "$JOB_DIR/bad_nodes")"
         requeue "$(paste -sd, "$JOB_DIR/bad_nodes")"
-    elif grep -qsx 2 "$JOB_DIR/codes"; then
-        end_attempt "refused by the examination"
-        end 2 "the examination refuses to start this, for the reasons above"
+    elif [[ $examination == refused* ]]; then
+        end_attempt "$examination"
+        end 2 "${examination#refused }"
     elif [[ $last == stopped* || -n $asked ]]; then
         end_attempt "${last:-stopped before training began}"
         requeue
     else
-        end_attempt "crashed"
+        if [[ $examination == failed* ]]; then end_attempt "$examination"; else end_attempt "crashed"; fi
         unless_in_vain
         say "crashed; started again from the newest checkpoint"
     fi
@@ -149,7 +152,7 @@ unless_in_vain() {
     local count
     count=$(awk '{ if ($3 != from) n = 0; from = $3; if (!/ended by Slurm/) n++ } END { print n }' "$JOB_DIR/attempts")
     ((count < MOST_ATTEMPTS)) || end 1 "given up: $count starts in a row led to no newer checkpoint ($(tail -n 1 "$JOB_DIR/attempts")); \
-what each process said last is in $JOB_DIR/ranks"
+what each process printed is in $JOB_DIR/ranks"
 }
 
 requeue() { # requeue [NODES to keep away from]
@@ -159,4 +162,16 @@ requeue() { # requeue [NODES to keep away from]
     scontrol requeue "$SLURM_JOB_ID" || end 1 "cannot be requeued, for the reason above; submit the same again to go on"
     [[ -z ${1:-} ]] || exclude "$1"
     exit 0
+}
+
+# Slurm changes this of waiting jobs alone, so it comes after the request to requeue, and is tried until this job waits.
+exclude() { # exclude NODES
+    local before
+    before=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o 'ExcNodeList=[^ ]*' | cut -d= -f2)
+    [[ $before != "(null)" ]] || before=""
+    for _ in {1..20}; do
+        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1" 2>/dev/null && return
+        sleep 0.5
+    done
+    say "these nodes cannot be excluded, so they may come again: $1"
 }

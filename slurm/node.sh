@@ -6,8 +6,8 @@
 set -u
 
 # On the node's own disk: Triton's kernels written to a shared file system by many processes fail with stale file handles.
-export TRITON_CACHE_DIR=${LOCAL_TMP:-/tmp}/triton-$USER-$SLURM_JOB_ID
-export TORCHINDUCTOR_CACHE_DIR=${LOCAL_TMP:-/tmp}/inductor-$USER-$SLURM_JOB_ID
+export TRITON_CACHE_DIR=${LOCAL_TMP:-/tmp}/triton-$SLURM_JOB_UID-$SLURM_JOB_ID
+export TORCHINDUCTOR_CACHE_DIR=${LOCAL_TMP:-/tmp}/inductor-$SLURM_JOB_UID-$SLURM_JOB_ID
 
 command=$1
 shift
@@ -18,9 +18,7 @@ run=("$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES" --nproc-per-nod
 
 if [[ $command == preflight ]]; then
     trap '' USR1 USR2 TERM # it takes less than a minute
-    # torchrun ends with 1 whatever its processes end with.
-    # shellcheck disable=SC2016
-    exec "${run[@]}" --no-python bash -c '"$@"; code=$?; echo $code >>"$JOB_DIR/codes"; exit $code' - "$PYTHON" -m launch preflight "$@"
+    exec "${run[@]}" -m launch preflight "$@"
 fi
 
 (
@@ -39,11 +37,13 @@ workers() {
     done
 }
 
-pass_on() { # pass_on SIGNAL
-    # Until training says that it is running, nobody there listens yet.
-    until [[ -s $HYBRID_MEGATRON_OUTCOME ]] || ! kill -0 "$torchrun" 2>/dev/null; do sleep 1; done
+pass_on() { # pass_on SIGNAL: more than once, since a process that is just starting does not listen yet; one wish it remains
     local worker
-    for worker in $(workers); do kill -s "$1" "$worker" 2>/dev/null; done
+    while kill -0 "$torchrun" 2>/dev/null; do
+        for worker in $(workers); do kill -s "$1" "$worker" 2>/dev/null; done
+        [[ ! -s $HYBRID_MEGATRON_OUTCOME ]] || break # training has begun
+        sleep 1
+    done
 }
 trap 'pass_on USR1' USR1
 trap 'pass_on TERM' TERM USR2

@@ -90,6 +90,8 @@ class Cluster:
     def __init__(self, folder: Path, nodes: int = 2, gpus: int = 8, kill_wait: int = 15, proctrack: str = "proctrack/linuxproc"):
         self.folder, self.gpus, self.kill_wait, self.proctrack = folder, gpus, kill_wait, proctrack
         self.nodes = [f"node{i + 1}" for i in range(nodes)]
+        self.small_disk = folder / "small"
+        """A file system of its own, of 24 MB, that all nodes see."""
         self._running: dict[str, subprocess.Popen] = {}
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         self.environment |= {"SLURM_CONF": str(folder / "etc/slurm.conf")}
@@ -97,6 +99,8 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         try:
             self._configure()
+            self.small_disk.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(self.small_disk)], check=True, capture_output=True)
             munge = self.folder / "munge"
             files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "seed", "log")]
             self._start("munged", ["munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files])
@@ -116,6 +120,7 @@ class Cluster:
     def __exit__(self, *_) -> None:
         for name in reversed(list(self._running)):
             self._stop(name, signal.SIGKILL)
+        subprocess.run(["umount", "--lazy", str(self.small_disk)], capture_output=True)
 
     # ---- its machines
 

@@ -40,11 +40,11 @@ def tiny_data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def training(cluster, tiny_data, tmp_path) -> Callable[..., Training]:
-    """Makes a training to submit: `training(nodes=2, "a.b=c", ...)`; its run folder is `tmp_path/run`."""
+    """Makes a training to submit: `training("a.b=c", ..., nodes=2)`; its run folder is `tmp_path/run` unless said."""
     settings = cluster_env(tmp_path)
 
-    def make(*overrides: str, nodes: int = 1) -> Training:
-        return Training(cluster, tiny_data, tmp_path / "run", settings, nodes, overrides)
+    def make(*overrides: str, nodes: int = 1, run: Path | None = None) -> Training:
+        return Training(cluster, tiny_data, run or tmp_path / "run", settings, nodes, overrides)
 
     return make
 
