@@ -100,13 +100,28 @@ ask() { # ask USR1|USR2, which srun passes on to every node
     [[ -z $step ]] || kill -s "$1" "$step"
 }
 
-# Slurm tells the nodes too. Not TERM: srun would kill everything at once.
+# Slurm tells the nodes too, and leaves them KillWait seconds. Not TERM: srun would kill everything at once.
 ask_for_slurm() {
     ask USR2
-    [[ $(job_state) == RUNNING ]] || end_attempt "ended by Slurm ($(job_state))"
+    local state
+    state=$(this_job JobState)
+    if [[ $state == RUNNING ]]; then # preemption that leaves a time of grace
+        return
+    elif [[ $(this_job Reason) == TimeLimit && ! -e $JOB_DIR/cancelled ]]; then # a step takes longer than the time since the signal
+        end_attempt "reached its time limit"
+        if in_vain; then
+            echo "error: $(in_vain_because)" >&2
+        else
+            scontrol requeue "$SLURM_JOB_ID" && say "requeued at its time limit"
+        fi
+    else
+        end_attempt "ended by Slurm ($state)"
+    fi
 }
 
-job_state() { scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]*' | cut -d= -f2; }
+this_job() { # this_job FIELD of scontrol show job
+    scontrol --oneliner show job "$SLURM_JOB_ID" | tr ' ' '\n' | sed -n "s/^$1=//p"
+}
 
 # ---- what comes after a start -----------------------------------------------------------------------------------------------------
 
@@ -128,8 +143,8 @@ what_now() {
     if [[ -e $JOB_DIR/cancelled ]]; then
         end_attempt "cancelled, $last"
         end 1 "cancelled; submit the same again to go on"
-    elif [[ $(job_state) != RUNNING ]]; then
-        end_attempt "ended by Slurm ($(job_state))"
+    elif [[ $(this_job JobState) != RUNNING ]]; then
+        end_attempt "ended by Slurm ($(this_job JobState))"
         exit 1
     elif [[ -s $JOB_DIR/bad_nodes ]]; then
         end_attempt "bad nodes: $(paste -sd, "$JOB_DIR/bad_nodes")"
@@ -147,13 +162,14 @@ what_now() {
     fi
 }
 
-# Ends the job when too many starts in a row from the same checkpoint have led to no newer one. What Slurm itself ended counts for nothing.
-unless_in_vain() {
-    local count
-    count=$(awk '{ if ($3 != from) n = 0; from = $3; if (!/ended by Slurm/) n++ } END { print n }' "$JOB_DIR/attempts")
-    ((count < MOST_ATTEMPTS)) || end 1 "given up: $count starts in a row led to no newer checkpoint ($(tail -n 1 "$JOB_DIR/attempts")); \
-what each process printed is in $JOB_DIR/ranks"
+# Whether too many starts in a row from the same checkpoint led to no newer one. Those that Slurm ended for others' sake count for nothing.
+in_vain() { (($(starts_in_a_row) >= MOST_ATTEMPTS)); }
+starts_in_a_row() { awk '{ if ($3 != from) n = 0; from = $3; if (!/ended by Slurm/) n++ } END { print n + 0 }' "$JOB_DIR/attempts"; }
+in_vain_because() {
+    echo "given up: $(starts_in_a_row) starts in a row led to no newer checkpoint ($(tail -n 1 "$JOB_DIR/attempts")); what each process" \
+        "printed is in $JOB_DIR/ranks"
 }
+unless_in_vain() { ! in_vain || end 1 "$(in_vain_because)"; }
 
 requeue() { # requeue [NODES to keep away from]
     unless_in_vain
@@ -167,7 +183,7 @@ requeue() { # requeue [NODES to keep away from]
 # Slurm changes this of waiting jobs alone, so it comes after the request to requeue, and is tried until this job waits.
 exclude() { # exclude NODES
     local before
-    before=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep -o 'ExcNodeList=[^ ]*' | cut -d= -f2)
+    before=$(this_job ExcNodeList)
     [[ $before != "(null)" ]] || before=""
     for _ in {1..20}; do
         scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1" 2>/dev/null && return

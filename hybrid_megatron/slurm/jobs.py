@@ -17,6 +17,7 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMO
 
 _COLUMNS = ("id", "state", "reason", "nodes", "elapsed", "left", "start")
 _FORMAT = "%i|%T|%r|%N|%M|%L|%S"
+_NOT_FOUND_BY_BASH = 127
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,20 @@ def ask_slurm(command: list[str], **how) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **how)
     except FileNotFoundError:
-        raise RunError(f"{command[0]}: not found; this command is for a node where Slurm's commands are, such as a login node") from None
+        raise _not_found(command[0]) from None
 
 
 def told_by(ended: subprocess.CompletedProcess) -> str:
     """What a command of Slurm's printed; raises RunError with its last words if it failed."""
+    if ended.returncode == _NOT_FOUND_BY_BASH:
+        raise _not_found(ended.args[0])
     if ended.returncode:
         raise RunError(f"{ended.args[0]}: {_last_line(ended.stderr)}")
     return ended.stdout.strip()
+
+
+def _not_found(command: str) -> RunError:
+    return RunError(f"{command}: not found; this is for a node where Slurm's commands are, such as a login node")
 
 
 def _last_line(text: str) -> str:

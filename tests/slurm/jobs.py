@@ -26,8 +26,10 @@ def cluster_env(folder: Path, *more: str) -> Path:
     return file
 
 
-def undisturbed_metrics(data: Path, run: Path, processes: int) -> list[dict]:
-    ended = Process(tiny_words(data, *WORDS, "tracking.wandb=disabled", f"run_dir={run}"), processes).end(seconds=600)
+def undisturbed_metrics(data: Path, run: Path, processes: int, *overrides: str) -> list[dict]:
+    """What a run on so many processes computes when nothing happens to it, without Slurm."""
+    words = tiny_words(data, *WORDS, "tracking.wandb=disabled", *overrides, f"run_dir={run}")
+    ended = Process(words, processes).end(seconds=900)
     assert ended.code == 0, ended.err
     return computed(run)
 
@@ -103,11 +105,15 @@ class Training:
         lines = [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
         return [line for line in lines if line["event"] == kind]
 
-    def check_complete(self, undisturbed: list[dict]) -> None:
-        """Every step once, with bitwise the losses of the run that nothing disturbed, nothing half done left, and one wandb run."""
+    def check_computed(self, undisturbed: list[dict]) -> None:
+        """Every step once, with bitwise the losses of the run that nothing disturbed, and nothing half done left."""
         assert computed(self.run) == undisturbed, self.log
-        assert checkpoints(self.run)[-1] == f"step_{STEPS:08d}"
+        assert checkpoints(self.run)[-1] == f"step_{len(undisturbed):08d}"
         assert not [path for path in self.run.rglob("*") if path.name.endswith((".partial", ".new"))]
+
+    def check_complete(self, undisturbed: list[dict]) -> None:
+        """That, and one wandb run, however many starts it took."""
+        self.check_computed(undisturbed)
         starts = {path.name.rpartition("-")[2] for path in (self.run / "wandb").glob("offline-run-*")}
         assert starts == {(self.run / "RUN_ID").read_text().strip()}
 

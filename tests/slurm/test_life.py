@@ -33,11 +33,14 @@ def test_time_limit_of_slurm_itself(training):
 
 
 @pytest.mark.slow
-def test_time_limit_strikes_unannounced(training, undisturbed):
-    """As it does where a step takes longer than what is left after the signal."""
+def test_time_limit_strikes_unannounced(training):
+    """As where a step takes longer than the time after the signal: what Slurm leaves until it kills may do, and the job is requeued."""
     run = training("train.tokens=40_960_000")
     run.submit("--time=1", "--signal=B:URG@1")
     run.wait_until(lambda: run.restarts() == 1, "the job is requeued", 200)
+    run.wait_until(lambda: len(run.events("start")) == 2, "it is started again", 200)
+    assert run.attempts()[0] == "from nothing: reached its time limit"
+    assert run.events("stopped")[0]["step"] == run.events("start")[1]["step"]
 
 
 @pytest.mark.slow
