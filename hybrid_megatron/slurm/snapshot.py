@@ -2,7 +2,7 @@
 
     RUN_DIR/code/HASH/   launch/, hybrid_megatron/, data_prep/, recipes/, slurm/ and the versions of packages, as they were
                          .venv          link to the Python environment that submitted
-                         code_version   one line: the commit, `COMMIT with changes`, or the hash where there is no git
+                         code_version   one line: the commit, COMMIT-dirty where files differ from it, or the hash where there is no git
 
 HASH is of all contents, so that a folder never changes once it is there, and the same code is copied once.
 """
@@ -79,7 +79,7 @@ def _files(project: Path) -> list[str]:
 def _version(project: Path) -> str | None:
     commit = _git(project, "rev-parse", "HEAD")
     changed = _git(project, "status", "--porcelain", "--", *PARTS)
-    return commit and commit.strip() + (" with changes" if changed else "")
+    return commit and commit.strip() + ("-dirty" if changed else "")
 
 
 def _git(project: Path, *words: str) -> str | None:

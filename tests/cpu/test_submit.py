@@ -48,7 +48,9 @@ def test_dry_run_says_what_would_be_asked_and_writes_nothing(tiny_data, tmp_path
     (asked,) = [line for line in ended.out.splitlines() if line.startswith("would ask")]
     words = shlex.split(asked.removeprefix("would ask"))
     assert words[:2] == ["sbatch", "--parsable"] and words[-4:-2] == ["--gres=gpu:1", "--time=2"]
-    assert words[-2].startswith(f"{run}/code/") and words[-2].endswith("/slurm/train_8xh200.sbatch") and words[-1] == f"{run}/submitted.yaml"
+    assert (
+        words[-2].startswith(f"{run}/code/") and words[-2].endswith("/slurm/train_8xh200.sbatch") and words[-1] == f"{run}/submitted.yaml"
+    )
     assert "20 steps on 1 GPUs" in ended.out
 
 
@@ -133,7 +135,14 @@ def test_snapshot_is_named_by_its_contents_and_never_changes(tmp_path):
 
 def test_a_job_finds_all_it_needs_in_a_snapshot():
     files = snapshot({}).files
-    for name in ("slurm/job.sh", "slurm/node.sh", "slurm/env.sh", "launch/train.py", "hybrid_megatron/training/loop.py", "recipes/base.yaml"):
+    for name in (
+        "slurm/job.sh",
+        "slurm/node.sh",
+        "slurm/env.sh",
+        "launch/train.py",
+        "hybrid_megatron/training/loop.py",
+        "recipes/base.yaml",
+    ):
         assert files[name] == CHECKOUT / name
 
 

@@ -51,7 +51,7 @@ def training(cluster, tiny_data, tmp_path) -> Callable[..., Training]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tiny_data, tmp_path_factory) -> Callable[[int], list[dict]]:
-    """What a run on so many processes computes when nothing happens to it, without Slurm."""
+    """`undisturbed_metrics` of a number of processes, computed once."""
     known: dict[int, list[dict]] = {}
 
     def of(processes: int) -> list[dict]:

@@ -13,6 +13,7 @@ def test_time_limit(training, undisturbed):
     """Submitted with a plain sbatch; when Slurm says that its time limit is near, it saves its last step and is requeued."""
     run = training()
     run.submit()
+    expected = undisturbed(1)  # while the job starts
     run.wait_for_steps(15)
     run.cluster.run("scancel", "--batch", "--signal=USR1", run.job)  # as --signal=B:USR1@300 does
     run.end()
@@ -20,7 +21,7 @@ def test_time_limit(training, undisturbed):
     assert [event["signal"] for event in stopped] == ["SIGUSR1"]
     assert run.restarts() == 1
     assert run.attempts() == ["from nothing: stopped SIGUSR1", f"from step_{stopped[0]['step']:08d}: complete"], "nothing was lost"
-    run.check_complete(undisturbed(1))
+    run.check_complete(expected)
 
 
 @pytest.mark.slow

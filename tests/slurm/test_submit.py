@@ -1,14 +1,15 @@
 """`launch submit`, `status` and `cancel` against a cluster."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cpu.runs import CHECKOUT, checkpoints, computed, contents, equal
-from tests.slurm.jobs import STEPS, WORDS
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.data import build_index_caches
+from tests.cpu.runs import CHECKOUT, checkpoints, computed
 from tests.slurm.cluster import wait_until
+from tests.slurm.jobs import STEPS
 
 SMALL = ("--", "--gres=gpu:1")
 
@@ -52,8 +53,8 @@ def test_a_chain_of_stages(training, undisturbed):
     """The second starts when the first is complete, from its parameters, in a folder and a wandb run of its own."""
     run = training()
     second = run.folder / "second"
-    words = [*run.words[:-1], f"run_dir={second}", "train.context=128", "train.tokens=5120", "data.cache_dir=" + str(run.folder)]
-    run.launch_data(words)
+    words = [*run.words, f"run_dir={second}", "train.context=128", "train.tokens=5120", f"data.cache_dir={run.folder}"]
+    build_index_caches(load_recipe([*words, f"init_from={run.run}"]))
     ended = run.launch("submit", *run.words, "--then", *words, *SMALL)
     run.job, after = submitted(ended.stdout)
     assert f"after job {run.job} is complete" in ended.stdout
@@ -71,7 +72,7 @@ def test_a_chain_of_stages(training, undisturbed):
 
 def test_a_chain_ends_with_its_first_stage(training):
     run = training()
-    ended = run.launch("submit", *run.words, "--then", *run.words[:-1], f"run_dir={run.folder / 'second'}", *SMALL)
+    ended = run.launch("submit", *run.words, "--then", *run.words, f"run_dir={run.folder / 'second'}", *SMALL)
     run.job, after = submitted(ended.stdout)
     run.wait_for_steps(15)
     run.launch("cancel", run.run)
