@@ -24,7 +24,9 @@ from tests.cpu.cells import run_folder_metrics
 from tests.cpu.ranks import Ranks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MEASURED = ("step_seconds", "data_seconds", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "peak_memory_gib")
+MEASURED = (
+    "step_seconds", "data_seconds", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "peak_memory_gib", "checkpoint_stall_seconds",
+)  # fmt: skip
 """Metrics that differ between two runs of the same computation."""
 
 
@@ -134,9 +136,9 @@ def _files_at_most(limit: int | None) -> Iterator[None]:
 
 
 class Process:
-    """`python -m launch train WORDS` as a person starts it; through torchrun where there are several processes."""
+    """`python -m launch train WORDS` as a person starts it, or another module; through torchrun where there are several processes."""
 
-    def __init__(self, words: list[str], processes: int = 1):
+    def __init__(self, words: list[str], processes: int = 1, module: tuple[str, ...] = ("launch", "train")):
         python = [sys.executable, "-m"]
         if processes > 1:
             python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
@@ -144,7 +146,7 @@ class Process:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         self.process = subprocess.Popen(
-            [*python, "launch", "train", *words],
+            [*python, *module, *words],
             cwd=CHECKOUT,
             env=environment,
             stdout=subprocess.PIPE,

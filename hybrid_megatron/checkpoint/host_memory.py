@@ -1,0 +1,57 @@
+"""Host memory for one copy of what a rank writes, so that training may go on while it is written."""
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from hybrid_megatron import platform
+
+_ALIGNED = 64  # bytes
+
+
+class HostMemory:
+    """A block that takes copies of tensors and is used again by the next save; page-locked where there is CUDA, for the speed of copies.
+
+    It is as large as the largest file that this rank has written: with P parameters, of b bytes each (2 in bf16, 4 in fp32), in all about
+    P * (b + 12) / GPUs bytes, 1.4 GB a GPU for 776m on 8 and 3.4 GB for 3b on 16; while a permanent checkpoint gathers, further
+    12 * P / (tensor * pipeline) bytes for that long.
+    """
+
+    def __init__(self):
+        self._block = np.empty(0, np.uint8)
+        self._locked = False
+
+    def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies that stand when this returns and until the next call; each has a storage of its own length."""
+        tensors = list(tensors)
+        lengths = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+        self._reserve(sum(lengths))
+        copies = [self._at(start, tensor) for start, tensor in zip(itertools.accumulate(lengths, initial=0), tensors)]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        platform.synchronize()
+        return copies
+
+    def _at(self, start: int, like: torch.Tensor) -> torch.Tensor:
+        if not like.numel():
+            return torch.empty(like.shape, dtype=like.dtype)
+        return torch.frombuffer(self._block, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
+
+    def _reserve(self, length: int) -> None:
+        if length <= self._block.size:
+            return
+        self.release()
+        self._block = np.empty(length, np.uint8)
+        self._locked = platform.is_cuda() and _lock(self._block)
+
+    def release(self) -> None:
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._block.ctypes.data)
+        self._block, self._locked = np.empty(0, np.uint8), False
+
+
+def _lock(block: np.ndarray) -> bool:
+    """Page-lock it as it is (torch's own pinned memory is rounded up to powers of two). False if the system refuses: copies are slower."""
+    return int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0

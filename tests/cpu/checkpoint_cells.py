@@ -1,0 +1,100 @@
+"""What runs inside the ranks of checkpoint tests: trainers that are saved, loaded and saved again without the loop around them."""
+
+import contextlib
+import time
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybrid_megatron import platform
+from hybrid_megatron.checkpoint import writer
+from hybrid_megatron.checkpoint.choose import newest_whole
+from hybrid_megatron.checkpoint.load import load_checkpoint
+from hybrid_megatron.checkpoint.saver import Saver
+from hybrid_megatron.checkpoint.store import CheckpointStore, Progress
+from hybrid_megatron.config import RunConfig, load_recipe
+from hybrid_megatron.data import open_dataset
+from hybrid_megatron.parallel import ParallelState, start
+from hybrid_megatron.training.build import Trainer, build_trainer
+from hybrid_megatron.training.optimizer import set_hyperparameters
+from hybrid_megatron.training.step import train_step
+from tests.cpu.runs import Ended, command
+
+
+@contextlib.contextmanager
+def _trainer(words: list[str]) -> Iterator[tuple[RunConfig, ParallelState, Trainer]]:
+    config = load_recipe(words)
+    platform.select_device()
+    with start(config.parallel, config.seed) as state:
+        yield config, state, build_trainer(config, state, open_dataset(config, "train"), None)
+
+
+def _step(config: RunConfig, trainer: Trainer, number: int) -> None:
+    set_hyperparameters(trainer.optimizer, 1e-3, config.optimizer.weight_decay)
+    train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, number, trainer.state)
+
+
+def _save(trainer: Trainer, folder: Path, step: int, form: str, wait: bool = True) -> Saver:
+    told = []
+    saver = Saver(
+        CheckpointStore(folder),
+        trainer.config.checkpoint,
+        trainer.model,
+        trainer.optimizer,
+        trainer.state,
+        lambda kind, **facts: told.append((kind, facts)),
+    )
+    progress = Progress(step, 512 * step, trainer.state.layout, trainer.train_stream.dataset.fingerprint, form)
+    saver.save(f"step_{step:08d}", progress, 0, wait=wait)
+    return saver
+
+
+def save_both_forms(words: list[str], rolling: Path, permanent: Path, steps: int = 3) -> None:
+    """Train, and save one state in both forms, a folder for each."""
+    with _trainer(words) as (config, _, trainer):
+        for number in range(steps):
+            _step(config, trainer, number)
+        _save(trainer, rolling, steps, "rolling")
+        _save(trainer, permanent, steps, "permanent")
+
+
+def load_and_save_permanently(words: list[str], source: Path, target: Path) -> None:
+    """What a trainer of this layout has after loading the newest checkpoint of `source`, as a permanent checkpoint in `target`."""
+    with _trainer(words) as (_, state, trainer):
+        chosen = newest_whole(CheckpointStore(source), state)
+        load_checkpoint(chosen, trainer.model, trainer.optimizer, state)
+        _save(trainer, target, chosen.progress.step, "permanent")
+
+
+def save_while_training(words: list[str], folders: dict[str, Path], form: str) -> list[bool]:
+    """Save one state at once into `at_once`, and into `beside` while three more steps change it; whether the latter was ever under way."""
+    with _trainer(words) as (config, _, trainer):
+        for number in range(2):
+            _step(config, trainer, number)
+        _save(trainer, folders["at_once"], 2, form)
+        with slow_writers(0.3):
+            saver = _save(trainer, folders["beside"], 2, form, wait=False)
+            going = []
+            for number in range(2, 5):
+                going.append(bool(saver.writing))
+                _step(config, trainer, number)
+            saver.wait()
+        return going
+
+
+@contextlib.contextmanager
+def slow_writers(seconds: float) -> Iterator[None]:
+    """Each rank's file takes so much longer to write."""
+    plain = writer._write_file
+
+    def slow(*arguments):
+        time.sleep(seconds)
+        return plain(*arguments)
+
+    with unittest.mock.patch.object(writer, "_write_file", slow):
+        yield
+
+
+def train_with_slow_writers(words: list[str], seconds: float, how: dict) -> Ended:
+    with slow_writers(seconds):
+        return command(words, **how)
