@@ -125,7 +125,7 @@ def table(told: dict) -> str:
     lines = [
         f"{' '.join(told['words'])}; {told['device']} x{told['processes']}; {told['parameters']:,} parameters a device; "
         f"{told['step_seconds']:.3f} s a step",
-        f"{'form':<12}{'stall s':>10}{'until complete s':>18}{'slower steps s':>16}{'GiB':>8}{'share, every ' + str(told['every_steps']):>18}",
+        f"{'form':<12}{'stall s':>10}{'until complete s':>18}{'slower steps s':>16}{'GiB':>8}{f'share, every {told["every_steps"]}':>18}",
     ]
     for save in told["saves"]:
         lines.append(

@@ -1,5 +1,6 @@
 """Host memory for one copy of what a rank writes, so that training may go on while it is written."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 
@@ -54,4 +55,8 @@ class HostMemory:
 
 def _lock(block: np.ndarray) -> bool:
     """Page-lock it as it is (torch's own pinned memory is rounded up to powers of two). False if the system refuses: copies are slower."""
-    return int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0
+    locked = int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0
+    if not locked:  # the refusal is now CUDA's last error, which the next kernel would report as its own: let it be this one
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=platform.device()).add_(1)
+    return locked

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybrid_megatron.checkpoint.form import PERMANENT, ROLLING
 from hybrid_megatron.checkpoint.integrity import check_hashes, damages
-from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, is_of_a_step, read_progress
+from hybrid_megatron.checkpoint.store import MARKER, CheckpointStore, Progress, is_of_a_step, read_progress
 from hybrid_megatron.errors import CheckpointError, RunError
 
 
@@ -70,12 +70,12 @@ def named(run_dir: Path, name: str) -> Path:
 
 def problems(checkpoint: Path) -> list[str]:
     """A sentence for everything that is wrong with it: its marker, and each file that is missing or not as it was written."""
-    found = []
     try:
         read_progress(checkpoint)
     except CheckpointError as error:
-        found.append(str(error))
-    return found + [problem for problem in damages(checkpoint) if problem not in found]
+        marker = str(checkpoint / MARKER)
+        return [str(error), *(problem for problem in damages(checkpoint) if not problem.startswith(marker))]
+    return list(damages(checkpoint))
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,9 @@ class Saver:
 
         Raises CheckpointError, also for the earlier one, and leaves older checkpoints untouched.
         """
-        if self.under_way:
+        if self.under_way and not wait:
             self._finish_late_one(progress.step)
+        self.wait()
         began = time.perf_counter()
         partial = self.store.path / f"{name}.partial"
         with self._whole_or_nothing(partial):
@@ -168,7 +169,7 @@ class Saver:
             self._said_late = True
             warnings.warn(
                 f"{self.store.path / late['checkpoint']}: still being written when step {step} was to be saved, for which training waited "
-                f"{seconds:.1f} s; a larger checkpoint.interval_steps={self.settings.interval_steps} avoids that (said once, later ones are events)"
+                f"{seconds:.1f} s; a larger checkpoint.interval_steps={self.settings.interval_steps} avoids that (said once; events.jsonl has all)"
             )
 
     def _retire(self) -> None:

@@ -28,6 +28,7 @@ class Writing:
 
     def __init__(self, share: Share, tensors: list[tuple[WriteItem, torch.Tensor]]):
         """`tensors`: of the share, as they are to be written."""
+        self.path = str(Path(share.checkpoint_dir) / share.name)
         self.error: str | None = None
         self.results: list[WriteResult] = []
         self.hashes: dict[str, str] = {}
@@ -50,13 +51,12 @@ class Writing:
     def _work(self, share: Share, tensors: list[tuple[WriteItem, torch.Tensor]]) -> None:
         if not share.objects and not tensors:
             return
-        path = Path(share.checkpoint_dir) / share.name
-        bucket = (str(path), share.name, (share.objects, self._each(tensors)))
+        bucket = (self.path, share.name, (share.objects, self._each(tensors)))
         try:
             _, written = _write_file([share.transforms], 0, bucket, None, None, True)
             if isinstance(written, Exception):
                 raise written
-            self.results, self.hashes = written, {share.name: hash_file(path)}
+            self.results, self.hashes = written, {share.name: hash_file(Path(self.path))}
         except Exception as error:  # torch's zip writer raises RuntimeError over the system's OSError
             self.error = _reason(error)
             _forget_frames(error)

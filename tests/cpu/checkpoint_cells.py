@@ -1,6 +1,8 @@
 """What runs inside the ranks of checkpoint tests: trainers that are saved, loaded and saved again without the loop around them."""
 
+import collections
 import contextlib
+import threading
 import time
 import unittest.mock
 from collections.abc import Iterator
@@ -72,7 +74,7 @@ def save_while_training(words: list[str], folders: dict[str, Path], form: str) -
         for number in range(2):
             _step(config, trainer, number)
         _save(trainer, folders["at_once"], 2, form)
-        with slow_writers(0.3):
+        with held_writers():
             saver = _save(trainer, folders["beside"], 2, form, wait=False)
             going = []
             for number in range(2, 5):
@@ -95,6 +97,24 @@ def slow_writers(seconds: float) -> Iterator[None]:
         yield
 
 
-def train_with_slow_writers(words: list[str], seconds: float, how: dict) -> Ended:
-    with slow_writers(seconds):
+@contextlib.contextmanager
+def held_writers() -> Iterator[None]:
+    """No rank's file is written before training waits for it."""
+    plain_write, plain_wait = writer._write_file, writer.Writing.wait
+    waited_for: dict[str, threading.Event] = collections.defaultdict(threading.Event)
+
+    def write(transforms, index, bucket, *rest):
+        assert waited_for[bucket[0]].wait(60), "nobody waits"
+        return plain_write(transforms, index, bucket, *rest)
+
+    def wait(writing, seconds):
+        waited_for[writing.path].set()
+        plain_wait(writing, seconds)
+
+    with unittest.mock.patch.object(writer, "_write_file", write), unittest.mock.patch.object(writer.Writing, "wait", wait):
+        yield
+
+
+def train_with_held_writers(words: list[str], how: dict) -> Ended:
+    with held_writers():
         return command(words, **how)

@@ -222,7 +222,7 @@ CHECKPOINTS = {
 # On two ranks where one of them finds it, or rank 0 reads alone.
 @pytest.mark.parametrize("size, case", [(1, case) for case in CHECKPOINTS] + [(2, "bit flip"), (2, "metadata"), (2, "no hashes")])
 def test_damaged_newest_checkpoint_is_passed_over(ranks, half_run, case, size):
-    """The one before it is taken, with a warning and an event that name the damaged file, and the damaged one is kept under another name."""
+    """The one before it is taken, with a warning and an event that name the damaged file, and the damaged one gets another name."""
     run, words = half_run
     damage, sentence = CHECKPOINTS[case]
     damage(run / "checkpoints/step_00000008")

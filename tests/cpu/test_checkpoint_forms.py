@@ -14,7 +14,7 @@ from tests.cpu.tiny import tiny_words
 HERE = {"one process": (1, [])} | LAYOUTS
 HH = "pattern=[{heads: [{mixer: gdn, share: 3}, {mixer: attention, position: nope}]}]"
 ONE_GDN = "pattern=[{mixer: attention, position: rope, repeat: 3}, {mixer: gdn}]"
-# Of float32 decays beside bfloat16 norms; with one GDN layer of few heads their buffer is so small that a share of four holds padding alone.
+# Of float32 decays beside bfloat16 norms; with one GDN layer of few heads their buffer is so small that a quarter holds padding alone.
 MODELS = {
     "LH, bf16": ["train.precision=bf16"],
     "HH, bf16": [HH, "train.precision=bf16", "model.num_kv_heads=4"],
@@ -83,7 +83,7 @@ def test_what_is_written_beside_training_is_what_was_there(ranks, tiny_data, tmp
     """Every file but the marker's neighbours: the same bytes, though three steps have changed the state before it was written."""
     folders = {name: tmp_path / name for name in ("at_once", "beside")}
     going = ranks.run(size, cells.save_while_training, words(tiny_data, "one process", "train.precision=bf16"), folders, form)
-    assert all(each[0] for each in going), "it was under way when the first of them began"
+    assert going == [[True] * 3] * size, "it was under way all the time"
     one, other = (folder / "checkpoints/step_00000002" for folder in folders.values())
     assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in other.iterdir())
     first, second = contents(one), contents(other)
@@ -129,11 +129,10 @@ def test_rolling_under_another_tensor_or_pipeline_layout(ranks, tiny_data, tmp_p
     check_refused(
         ranks, of, run, "tensor 2", both + "tensor 2, pipeline 1, virtual_pipeline 1", "step_00000002: a rolling checkpoint", stop
     )
-    check_refused(ranks, of, run, "pipeline 2", both + "tensor 1, pipeline 2, virtual_pipeline 1")
     assert checkpoints(run) == ["step_00000002"]
 
     begun = tmp_path / "begun"
-    ended = train(ranks, 2, tiny_words(tiny_data, f"run_dir={begun}", "train.tokens=1024", f"init_from={run}", "parallel.tensor=2"))
+    ended = train(ranks, 2, tiny_words(tiny_data, f"run_dir={begun}", "train.tokens=2048", f"init_from={run}", "parallel.tensor=2"))
     assert ended.code == 0 and "step_00000002 (1,024 tokens), its parameters alone" in ended.out
 
     assert train(ranks, 1, of("one process"), stop=(4, 0, "SIGINT")).code == 130

@@ -9,6 +9,7 @@ import pytest
 from hybrid_megatron.checkpoint.store import CheckpointStore, form_of, read_progress
 from hybrid_megatron.training.loop import _due
 from tests.cpu import checkpoint_cells as cells
+from tests.cpu.cells import run_folder_metrics
 from tests.cpu.runs import Process, checkpoints, computed, train
 from tests.cpu.tiny import tiny_config, tiny_words
 
@@ -57,34 +58,31 @@ def test_a_save_slower_than_the_interval_is_waited_for(ranks, tiny_data, tmp_pat
     """Never two at once, and it is said."""
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "train.tokens=2048", "checkpoint.interval_steps=1", "checkpoint.keep_last=9")
-    ended = ranks.run(size, cells.train_with_slow_writers, words, 0.4, {})
+    ended = ranks.run(size, cells.train_with_held_writers, words, {})
     assert {each.code for each in ended} == {0}
     assert checkpoints(run) == [f"step_{step:08d}" for step in range(1, 5)]
     [said] = ended[0].err.splitlines()
     assert said.startswith(f"warning: {run}/checkpoints/step_00000001: still being written when step 2 was to be saved")
     late = events(run, "save_late")
     assert [(event["checkpoint"], event["step"]) for event in late] == [(f"step_{step:08d}", step + 1) for step in range(1, 4)]
-    assert all(event["waited_seconds"] > 0.2 for event in late)
-    assert all(event["seconds"] >= event["stall_seconds"] >= 0.2 for event in events(run, "saved"))
+    saved = events(run, "saved")
+    assert all(event["waited_seconds"] < before["stall_seconds"] < before["seconds"] for event, before in zip(late, saved))
 
 
 def test_training_does_not_wait_for_the_disk(ranks, tiny_data, tmp_path):
-    """A file that takes a second: steps go on, and the checkpoint is complete a step after the writing is done; without `asynchronous`
-    training waits for all of it."""
-    run = tmp_path / "run"
-    words = tiny_words(tiny_data, "checkpoint.interval_steps=5", "train.tokens=16384", "validation.interval_steps=100")
-    [ended] = ranks.run(1, cells.train_with_slow_writers, [*words, f"run_dir={run}"], 0.4, {"stop": (8, 0, "SIGTERM")})
-    assert ended.code == 143
-    first, last = events(run, "saved")
-    assert first["step"] == 5 and first["seconds"] >= 0.4
-    assert last["step"] == 8 and last["stall_seconds"] >= 0.4, "a run that stops waits"
-
-    run = tmp_path / "at_once"
-    [ended] = ranks.run(
-        1, cells.train_with_slow_writers, [*words, f"run_dir={run}", "checkpoint.asynchronous=false"], 0.4, {"stop": (8, 0, "SIGTERM")}
-    )
-    assert ended.code == 143
-    assert [event["stall_seconds"] >= 0.4 for event in events(run, "saved")] == [True, True]
+    """A file that is not written for three steps: they go on, and a run that stops waits for it; without `asynchronous` all of a save is
+    waited for at once."""
+    words = tiny_words(tiny_data, "checkpoint.interval_steps=5", "validation.interval_steps=100")
+    for asynchronous in ("true", "false"):
+        run = tmp_path / asynchronous
+        more = [f"run_dir={run}", f"checkpoint.asynchronous={asynchronous}"]
+        [ended] = ranks.run(1, cells.train_with_held_writers, [*words, *more], {"stop": (8, 0, "SIGTERM")})
+        assert ended.code == 143 and not ended.err and checkpoints(run) == ["step_00000005", "step_00000008"]
+        first, last = events(run, "saved")
+        assert (first["step"], last["step"]) == (5, 8) and not events(run, "save_late")
+        between = sum(line["step_seconds"] for line in run_folder_metrics(run)[5:8])
+        assert (first["seconds"] - first["stall_seconds"] > 0.99 * between) == (asynchronous == "true")
+        assert last["stall_seconds"] > 0.8 * last["seconds"]
 
 
 def test_killed_while_it_trains_and_writes(ranks, tiny_data, tmp_path):
@@ -121,7 +119,7 @@ def test_a_writer_that_fails_ends_the_run(ranks, tiny_data, tmp_path, size, rank
 def test_a_run_that_diverges_completes_its_checkpoint_first(ranks, tiny_data, tmp_path):
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "optimizer.peak_lr=1e30", "schedule.warmup_tokens=0", "checkpoint.interval_steps=1")
-    [ended] = ranks.run(1, cells.train_with_slow_writers, [*words, "validation.interval_steps=100"], 0.3, {})
+    [ended] = ranks.run(1, cells.train_with_held_writers, [*words, "validation.interval_steps=100"], {})
     assert ended.code == 2 and "the newest good checkpoint is step_00000001" in ended.errors[0]
     assert checkpoints(run) == ["diverged_00000001", "step_00000001"]
 
@@ -130,5 +128,5 @@ def test_a_run_that_diverges_in_its_first_step_keeps_its_parameters(ranks, tiny_
     """The optimizer has no moments yet: they are zero."""
     run = tmp_path / "run"
     ended = train(ranks, 1, tiny_words(tiny_data, f"run_dir={run}", "model.init_std=1e30"))
-    assert ended.code == 2 and ended.errors[0].startswith("step 1: the loss is ")
+    assert ended.code == 2 and ended.errors[0].startswith("step 1: the gradient norm is nan")
     assert checkpoints(run) == ["diverged_00000000"]
