@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from hybrid_megatron.checkpoint.inventory import Entry, Rules, entries, named, problems, prune
+from hybrid_megatron.checkpoint.sizes import size
 from hybrid_megatron.errors import CheckpointError, ConfigError, exit_with_code_2
 
 
@@ -63,7 +64,7 @@ def _line(entry: Entry) -> tuple[str, ...]:
     if progress := entry.progress:
         layout = " ".join(f"{name} {size}" for name, size in progress.layout.items() if size > 1) or "one process"
         told = (f"{progress.step:,}", f"{progress.tokens:,}", progress.form, layout)
-    return (entry.path.name, *told, _size(entry.size), _age(entry.age), entry.status)
+    return (entry.path.name, *told, size(entry.size), _age(entry.age), entry.status)
 
 
 def _verify(settings: argparse.Namespace) -> None:
@@ -89,12 +90,8 @@ def _prune(settings: argparse.Namespace) -> None:
     leaving = prune(settings.run_dir, rules, settings.dry_run)
     would = "would remove" if settings.dry_run else "removed"
     for entry in leaving:
-        print(f"{would} {entry.path.name} ({_size(entry.size)})")
-    print(f"{would} {len(leaving)} of the checkpoints, {_size(sum(entry.size for entry in leaving))}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
+        print(f"{would} {entry.path.name} ({size(entry.size)})")
+    print(f"{would} {len(leaving)} of the checkpoints, {size(sum(entry.size for entry in leaving))}")
 
 
 def _age(seconds: float) -> str:

@@ -28,8 +28,3 @@ def sharded_weights(chunks: list[HybridModel], state: ParallelState) -> dict:
     """Shards of all chunks. Their global names tell where they belong; the number of the chunk only keeps equal local names apart."""
     metadata = sharding_metadata(state.groups.dp_cp)
     return {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
-
-
-def checkpoint_bytes(num_params: int, bytes_per_param: int) -> int:
-    """Size on disk: parameters, and float32 master weights and two moments in the optimizer."""
-    return num_params * (bytes_per_param + 12)

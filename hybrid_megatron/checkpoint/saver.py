@@ -10,15 +10,18 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
 
+import torch
+
 from hybrid_megatron.checkpoint.content import run_content
-from hybrid_megatron.checkpoint.form import OPTIMIZER_SHARDING
-from hybrid_megatron.checkpoint.host_memory import HostMemory
+from hybrid_megatron.checkpoint.form import OPTIMIZER_SHARDING, PERMANENT, ROLLING
+from hybrid_megatron.checkpoint.host_memory import HostMemory, short_of_memory
 from hybrid_megatron.checkpoint.integrity import hash_file, hash_text, write_hashes
 from hybrid_megatron.checkpoint.shards import Planner, Share
+from hybrid_megatron.checkpoint.sizes import gather_bytes, size
 from hybrid_megatron.checkpoint.store import MARKER, CheckpointStore, Progress, is_of_a_step
 from hybrid_megatron.checkpoint.writer import Writing
 from hybrid_megatron.config.schema import CheckpointConfig
@@ -27,6 +30,7 @@ from hybrid_megatron.parallel import ParallelState
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.planner import WriteItem
 
 _POLL_SECONDS = 0.1
 
@@ -66,7 +70,7 @@ class Saver:
         self._save: _Save | None = None
         self._removal: threading.Thread | None = None
         self._stall = 0.0
-        self._said_late = False
+        self._said: set[str] = set()
 
     def __enter__(self) -> "Saver":
         return self
@@ -95,29 +99,31 @@ class Saver:
         """Begin to save as `name`, and with `wait` see it through; an earlier save is seen through first, since two at once need twice the
         memory and slow each other down.
 
-        Raises CheckpointError, also for the earlier one, and leaves older checkpoints untouched.
+        Where host memory is short, a rolling checkpoint is saved in place of a permanent one, and training waits instead of going on with a
+        copy; both are said. Raises CheckpointError, also for the earlier save, and leaves older checkpoints untouched.
         """
         if self.under_way and not wait:
             self._finish_late_one(progress.step)
         self.wait()
         began = time.perf_counter()
+        progress = self._within_memory(name, progress)
         partial = self.store.path / f"{name}.partial"
         with self._whole_or_nothing(partial):
             with self.state.together():
                 if self.state.rank == 0:
-                    _begin(self.store, name, needed_bytes)
+                    self._begin(name, needed_bytes)
             content = run_content(self._model, self._optimizer, self.state, progress.form)
             share = self._planners[progress.form].plan(content, partial, {"layout": progress.layout, "form": progress.form})
             del content
-            tensors = share.tensors
-            if self.settings.asynchronous:
-                copies = self._memory.copies(tensor for _, tensor in tensors)
-                tensors = [(item, copy) for (item, _), copy in zip(tensors, copies, strict=True)]
-            share.tensors = []  # a permanent one's are large, and on the host
+            tensors, share.tensors = share.tensors, []  # a permanent one's are large, and on the host
+        wait = wait or not self.settings.asynchronous or not self._has_room_for_copies(name, tensors)
+        if not wait:
+            copies = self._memory.copies([tensor for _, tensor in tensors])
+            tensors = [(item, copy) for (item, _), copy in zip(tensors, copies, strict=True)]
         facts = {"step": progress.step, "checkpoint": name, "form": progress.form}
         self._save = _Save(partial, progress.as_marker(), facts, share, Writing(share, tensors), began)
         self._waited(began)
-        if wait or not self.settings.asynchronous:
+        if wait:
             self.wait()
         return self.store.path / name
 
@@ -160,17 +166,59 @@ class Saver:
         self._stall += seconds
 
     def _finish_late_one(self, step: int) -> None:
-        late = self._save.facts
+        late = self._save.facts["checkpoint"]
         began = time.perf_counter()
         self.wait()
-        seconds = round(time.perf_counter() - began, 3)
-        self._tell("save_late", checkpoint=late["checkpoint"], step=step, waited_seconds=seconds)
-        if self.state.rank == 0 and not self._said_late:
-            self._said_late = True
-            warnings.warn(
-                f"{self.store.path / late['checkpoint']}: still being written when step {step} was to be saved, for which training waited "
-                f"{seconds:.1f} s; a larger checkpoint.interval_steps={self.settings.interval_steps} avoids that (said once; events.jsonl has all)"
-            )
+        seconds = time.perf_counter() - began
+        self._tell("save_late", checkpoint=late, step=step, waited_seconds=round(seconds, 3))
+        self._warn_once(
+            "late",
+            f"{self.store.path / late}: still being written when step {step} was to be saved, for which training waited {seconds:.1f} s; a "
+            f"larger checkpoint.interval_steps={self.settings.interval_steps} avoids that",
+        )
+
+    def _within_memory(self, name: str, progress: Progress) -> Progress:
+        """A rolling checkpoint in place of a permanent one for which a host has too little memory."""
+        if progress.form == ROLLING:
+            return progress
+        held = sum(buffer.numel for chunk in self._model for buffer in chunk.buffers)
+        short = short_of_memory(self.state, gather_bytes(held, self.state.groups.dp_cp.size()))
+        if short is None:
+            return progress
+        self._tell("short_of_memory", checkpoint=name, reason=short, instead=ROLLING)
+        self._warn_once(
+            PERMANENT,
+            f"{self.store.path / name}: saved as a rolling checkpoint, since a permanent one gathers the optimizer state in host "
+            f"memory and {short}; more memory, or more tensor or pipeline ranks, allow it",
+        )
+        return replace(progress, form=ROLLING)
+
+    def _has_room_for_copies(self, name: str, tensors: list[tuple[WriteItem, torch.Tensor]]) -> bool:
+        short = short_of_memory(self.state, self._memory.lacking([tensor for _, tensor in tensors]))
+        if short is None:
+            return True
+        self._tell("short_of_memory", checkpoint=name, reason=short, instead="waited")
+        self._warn_once(
+            "copies",
+            f"{self.store.path / name}: training waits while it is written, since a copy in host memory would let it go on and {short}; "
+            "more memory allows it, and checkpoint.asynchronous=false is this without asking",
+        )
+        return False
+
+    def _warn_once(self, kind: str, sentence: str) -> None:
+        if self.state.rank == 0 and kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(f"{sentence} (said once; events.jsonl has all)")
+
+    def _begin(self, name: str, needed_bytes: int) -> None:
+        """The folder, and room on the disk; on rank 0."""
+        with _os_error_is_checkpoint_error():
+            partial = self.store.begin(name)
+            if disk_usage(partial).free < needed_bytes and self._removal is not None:
+                self._removal.join()
+            free = disk_usage(partial).free
+        if free < needed_bytes:
+            raise CheckpointError(f"it needs {size(needed_bytes)} and the disk has {size(free)} free")
 
     def _retire(self) -> None:
         """What retention lets go is renamed at once and removed beside training, where it is large."""
@@ -198,14 +246,6 @@ class Saver:
             self.store.discard(partial)
 
 
-def _begin(store: CheckpointStore, name: str, needed_bytes: int) -> None:
-    with _os_error_is_checkpoint_error():
-        store.begin(name)
-        free = disk_usage(store.path).free
-    if free < needed_bytes:
-        raise CheckpointError(f"it needs {_size(needed_bytes)} and the disk has {_size(free)} free")
-
-
 def _complete(store: CheckpointStore, save: _Save, written: list[tuple[list, dict[str, str]]]) -> Path:
     """Metadata, hashes, marker, name: rank 0's part. Raises OSError."""
     save.share.finish(save.share.metadata, [results for results, _ in written])
@@ -214,10 +254,6 @@ def _complete(store: CheckpointStore, save: _Save, written: list[tuple[list, dic
     mine = {path.name: hash_file(path) for path in save.partial.iterdir() if path.name not in hashes}
     write_hashes(save.partial, hashes | mine | {MARKER: hash_text(save.marker)})
     return store.finish(save.partial, save.marker)
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hybrid_megatron import platform
 from hybrid_megatron.checkpoint.choose import check_whole, newest_whole
-from hybrid_megatron.checkpoint.content import checkpoint_bytes
 from hybrid_megatron.checkpoint.form import PERMANENT, ROLLING
 from hybrid_megatron.checkpoint.load import load_checkpoint
 from hybrid_megatron.checkpoint.saver import Saver
+from hybrid_megatron.checkpoint.sizes import checkpoint_bytes
 from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, checkpoint_at, read_progress
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig

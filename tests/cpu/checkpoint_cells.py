@@ -11,8 +11,10 @@ from pathlib import Path
 from hybrid_megatron import platform
 from hybrid_megatron.checkpoint import writer
 from hybrid_megatron.checkpoint.choose import newest_whole
+from hybrid_megatron.checkpoint.content import run_content
 from hybrid_megatron.checkpoint.load import load_checkpoint
 from hybrid_megatron.checkpoint.saver import Saver
+from hybrid_megatron.checkpoint.sizes import gather_bytes
 from hybrid_megatron.checkpoint.store import CheckpointStore, Progress
 from hybrid_megatron.config import RunConfig, load_recipe
 from hybrid_megatron.data import open_dataset
@@ -20,6 +22,7 @@ from hybrid_megatron.parallel import ParallelState, start
 from hybrid_megatron.training.build import Trainer, build_trainer
 from hybrid_megatron.training.optimizer import set_hyperparameters
 from hybrid_megatron.training.step import train_step
+from tests.cpu.plan_cells import Allocated
 from tests.cpu.runs import Ended, command
 
 
@@ -118,3 +121,19 @@ def held_writers() -> Iterator[None]:
 def train_with_held_writers(words: list[str], how: dict) -> Ended:
     with held_writers():
         return command(words, **how)
+
+
+def train_with_little_memory(words: list[str], free: int, how: dict) -> Ended:
+    """The host has so many bytes of memory free."""
+    with unittest.mock.patch.object(platform, "available_host_memory", lambda: free):
+        return command(words, **how)
+
+
+def most_memory_of_a_gather(words: list[str]) -> tuple[int, int]:
+    """Bytes of tensors on the host at once while the content of a permanent checkpoint is made, and what sizes.py says."""
+    with _trainer(words) as (config, state, trainer):
+        _step(config, trainer, 0)
+        with Allocated() as held:
+            run_content(trainer.model, trainer.optimizer, state, "permanent")
+        params = sum(buffer.numel for chunk in trainer.model for buffer in chunk.buffers)
+        return held.most, gather_bytes(params, state.groups.dp_cp.size())
