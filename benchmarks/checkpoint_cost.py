@@ -2,7 +2,7 @@
 
 What checkpoints cost: of `--saves` rolling ones and then one permanent one, the seconds that training waits (stall) and those until the
 files are complete, while steps go on as in a run. Alone on one device, or through torchrun on several. Without words:
-776m+gdn_nope_lh+pretrain_4k with 65,536 tokens a step, on made-up data; on a CPU name a small recipe, 776m+gdn_nope_lh+pretrain_4k+tiny.
+776m+rope+pretrain_4k with 65,536 tokens a step, on made-up data; on a CPU name a small recipe, 776m+gdn_nope_lh+pretrain_4k+tiny.
 
 The share of time for a save every `--every` steps is (stall + what the steps beside the writing took longer) / (that many steps + the
 same), with the step as it is measured here: with the recipe's own batch of 1M tokens a step is longer and the share smaller. The first save
@@ -24,7 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-USUAL = ["776m+gdn_nope_lh+pretrain_4k", "train.batch_tokens=65536", "train.micro_batch=8"]
+USUAL = [
+    "776m+rope+pretrain_4k", "train.batch_tokens=65536", "train.micro_batch=8", "train.tokens=4194304", "schedule.warmup_tokens=65536",
+]  # fmt: skip
 
 
 def main() -> None:
