@@ -5,6 +5,7 @@ what has the final name is whole, whenever the process was killed; what ends in 
 damaged later is moved to `step_XXXXXXXX.damaged`, out of the way of the next save of that step, and stays there.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -83,8 +84,8 @@ class CheckpointStore:
 
     def set_aside(self, checkpoint: Path) -> Path:
         """Move a damaged checkpoint out of the way, to a name that resuming and retention pass over."""
-        taken = len(list(self.path.glob(f"{checkpoint.name}.damaged*")))
-        aside = checkpoint.with_name(f"{checkpoint.name}.damaged{f'_{taken + 1}' if taken else ''}")
+        names = (f"{checkpoint.name}.damaged{f'_{count}' if count > 1 else ''}" for count in itertools.count(1))
+        aside = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
         checkpoint.rename(aside)
         return aside
 

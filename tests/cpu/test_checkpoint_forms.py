@@ -46,6 +46,8 @@ MOVES = [
     ("one GDN, bf16", "data 4", ["data 4", "data 2"]),
     ("odd sizes", "one process", ["data 2"]),
     ("LH, bf16", "context 2", ["one process"]),
+    ("LH, bf16", "pipeline 2", ["pipeline 2, data 2"]),
+    ("HH, bf16", "tensor 2 + sequence", ["tensor 2 + sequence, data 2"]),
 ]
 
 

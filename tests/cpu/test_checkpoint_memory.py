@@ -67,7 +67,9 @@ def test_where_memory_is_short_training_waits_and_saves_what_it_can(ranks, tiny_
     ended = ranks.run(size, cells.train_with_little_memory, [*words, f"run_dir={little}"], MIB // 4, {})
     assert {each.code for each in ended} == {0}
     waits, rolling = ended[0].err.splitlines()
-    assert waits.startswith(f"warning: {little}/checkpoints/step_00000002: training waits while it is written, since a copy in host memory ")
+    assert waits.startswith(
+        f"warning: {little}/checkpoints/step_00000002: training waits while it is written, since a copy in host memory "
+    )
     assert rolling.startswith(f"warning: {little}/checkpoints/step_00000004: saved as a rolling checkpoint, since a permanent one gathers ")
     assert all(" has 0.25 MiB of memory free, and its ranks need " in line for line in (waits, rolling))
     assert [(event["checkpoint"][-1], event["instead"]) for event in events(little, "short_of_memory")] == [

@@ -64,7 +64,9 @@ def test_a_save_slower_than_the_interval_is_waited_for(ranks, tiny_data, tmp_pat
     [said] = ended[0].err.splitlines()
     assert said.startswith(f"warning: {run}/checkpoints/step_00000001: still being written when step 2 was to be saved")
     late = events(run, "save_late")
-    assert [(event["checkpoint"], event["step"]) for event in late] == [(f"step_{step:08d}", step + 1) for step in (1, 2)], "the last is waited for anyway"
+    assert [(event["checkpoint"], event["step"]) for event in late] == [(f"step_{step:08d}", step + 1) for step in (1, 2)], (
+        "the last is waited for anyway"
+    )
     saved = events(run, "saved")
     assert all(event["waited_seconds"] < before["stall_seconds"] < before["seconds"] for event, before in zip(late, saved))
 
