@@ -265,8 +265,8 @@ class CheckpointConfig:
     """Steps between two permanent checkpoints, from which a run resumes under any layout, and which are never removed; where both are due
     this one is made. null: none in between. One more is made after the last step, and when SIGINT (Ctrl-C) stops the run."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy of the state in host memory (`python -m launch plan` says how large it is; where there is no
-    room for it, training waits, with a warning). false: training waits until all is written, and no copy is kept."""
+    """Write while training goes on, from a copy of the state in host memory (`python -m launch plan` says how large it is; where there is
+    no room for it, training waits, with a warning). false: training waits until all is written, and no copy is kept."""
 
 
 @dataclass
