@@ -24,6 +24,11 @@ def run_content(
     }
 
 
+def held_params(model: list[DistributedDataParallel]) -> int:
+    """Parameters of this rank, with the padding between them in megatron-core's buffers."""
+    return sum(buffer.numel for chunk in model for buffer in chunk.buffers)
+
+
 def sharded_weights(chunks: list[HybridModel], state: ParallelState) -> dict:
     """Shards of all chunks. Their global names tell where they belong; the number of the chunk only keeps equal local names apart."""
     metadata = sharding_metadata(state.groups.dp_cp)

@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 
 from hybrid_megatron.checkpoint.choose import Chosen, check_whole
-from hybrid_megatron.checkpoint.content import run_content, sharded_weights
+from hybrid_megatron.checkpoint.content import held_params, run_content, sharded_weights
+from hybrid_megatron.checkpoint.form import PERMANENT
+from hybrid_megatron.checkpoint.host_memory import short_of_memory
 from hybrid_megatron.checkpoint.rng import restore_rng
+from hybrid_megatron.checkpoint.sizes import scatter_bytes
 from hybrid_megatron.checkpoint.store import Progress
 from hybrid_megatron.checkpoint.untrusted import no_code_from_files
 from hybrid_megatron.errors import CheckpointError
@@ -24,6 +27,8 @@ from megatron.core.optimizer import MegatronOptimizer
 
 def load_checkpoint(chosen: Chosen, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, state: ParallelState) -> None:
     """Restore model, optimizer and, under the layout that wrote it, random states; collective. Raises CheckpointError."""
+    if chosen.progress.form == PERMANENT:
+        _warn_if_memory_is_short(chosen.path, model, state)
     content = run_content(model, optimizer, state, chosen.progress.form, loading=True)
     same_layout = chosen.progress.layout == state.layout
     if not same_layout:
@@ -35,6 +40,15 @@ def load_checkpoint(chosen: Chosen, model: list[DistributedDataParallel], optimi
         optimizer.load_state_dict(loaded["optimizer"])
     if same_layout:
         restore_rng(loaded["rng"])
+
+
+def _warn_if_memory_is_short(checkpoint: Path, model: list[DistributedDataParallel], state: ParallelState) -> None:
+    """The system would kill a process without a word."""
+    short = short_of_memory(state, scatter_bytes(held_params(model)))
+    if short and state.rank == 0:
+        warnings.warn(
+            f"{checkpoint}: a permanent checkpoint, of which every rank reads the whole optimizer state into host memory; {short}"
+        )
 
 
 def load_weights(checkpoint: Path, model: list[HybridModel], state: ParallelState) -> Progress:

@@ -16,7 +16,7 @@ from shutil import disk_usage
 
 import torch
 
-from hybrid_megatron.checkpoint.content import run_content
+from hybrid_megatron.checkpoint.content import held_params, run_content
 from hybrid_megatron.checkpoint.form import OPTIMIZER_SHARDING, PERMANENT, ROLLING
 from hybrid_megatron.checkpoint.host_memory import HostMemory, short_of_memory
 from hybrid_megatron.checkpoint.integrity import hash_file, hash_text, write_hashes
@@ -181,8 +181,7 @@ class Saver:
         """A rolling checkpoint in place of a permanent one for which a host has too little memory."""
         if progress.form == ROLLING:
             return progress
-        held = sum(buffer.numel for chunk in self._model for buffer in chunk.buffers)
-        short = short_of_memory(self.state, gather_bytes(held, self.state.groups.dp_cp.size()))
+        short = short_of_memory(self.state, gather_bytes(held_params(self._model), self.state.groups.dp_cp.size()))
         if short is None:
             return progress
         self._tell("short_of_memory", checkpoint=name, reason=short, instead=ROLLING)
@@ -224,7 +223,11 @@ class Saver:
         """What retention lets go is renamed at once and removed beside training, where it is large."""
         if self._removal is not None:
             self._removal.join()
-        leaving = self.store.retire(self.settings.keep_last)
+        try:
+            leaving = self.store.retire(self.settings.keep_last)
+        except OSError as error:  # the new one is complete: no reason to end the run
+            warnings.warn(f"{self.store.path}: older checkpoints cannot be removed ({error.strerror})")
+            return
         self._removal = threading.Thread(target=lambda: [self.store.discard(path) for path in leaving], daemon=True)
         self._removal.start()
 

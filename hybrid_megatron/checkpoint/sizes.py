@@ -16,6 +16,11 @@ def gather_bytes(num_params: int, shards: int) -> int:
     return 24 * num_params + -(-12 * num_params // shards)
 
 
+def scatter_bytes(num_params: int) -> int:
+    """In host memory of each rank while it reads a permanent checkpoint, at least: the whole optimizer state of its parameters."""
+    return 12 * num_params
+
+
 def size(count: float) -> str:
     """Bytes for a person."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"

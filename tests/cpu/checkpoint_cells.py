@@ -11,7 +11,7 @@ from pathlib import Path
 from hybrid_megatron import platform
 from hybrid_megatron.checkpoint import writer
 from hybrid_megatron.checkpoint.choose import newest_whole
-from hybrid_megatron.checkpoint.content import run_content
+from hybrid_megatron.checkpoint.content import held_params, run_content
 from hybrid_megatron.checkpoint.load import load_checkpoint
 from hybrid_megatron.checkpoint.saver import Saver
 from hybrid_megatron.checkpoint.sizes import gather_bytes
@@ -135,5 +135,4 @@ def most_memory_of_a_gather(words: list[str]) -> tuple[int, int]:
         _step(config, trainer, 0)
         with Allocated() as held:
             run_content(trainer.model, trainer.optimizer, state, "permanent")
-        params = sum(buffer.numel for chunk in trainer.model for buffer in chunk.buffers)
-        return held.most, gather_bytes(params, state.groups.dp_cp.size())
+        return held.most, gather_bytes(held_params(trainer.model), state.groups.dp_cp.size())

@@ -86,3 +86,15 @@ def test_memory_of_gathering(ranks, tiny_data, size, layout):
     words = tiny_words(tiny_data, "run_dir=unused", "train.precision=bf16", *layout)
     for most, said in ranks.run(size, cells.most_memory_of_a_gather, words):
         assert 0.8 * said <= most <= said, (most, said)
+
+
+def test_reading_a_permanent_one_where_memory_is_short(ranks, tiny_data, tmp_path):
+    """Said before it is done, and done."""
+    words = tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "train.tokens=1536")
+    assert train(ranks, 2, words, stop=(2, 0, "SIGINT")).code == 130
+    ended = ranks.run(2, cells.train_with_little_memory, words, MIB // 4, {})
+    assert [each.code for each in ended] == [0, 0] and "resumed    step_00000002" in ended[0].out
+    reads = (
+        f"warning: {tmp_path}/run/checkpoints/step_00000002: a permanent checkpoint, of which every rank reads the whole optimizer state"
+    )
+    assert ended[0].err.startswith(reads) and len(ended[0].err.splitlines()) == 2, "the other is about the last checkpoint"
