@@ -12,6 +12,7 @@ COMMANDS = {
     "run-dir": "print the run folder of a recipe",
     "evaluate": "measure loss by position and perplexity of a trained run, at its training length and beyond",
     "choose-logit-base": "choose the base of HypeNet's logit scale for a trained run, by the loss on held-out tokens",
+    "checkpoint": "list, verify and prune the checkpoints of a run",
     "quickstart": "prepare a small real corpus and train recipes/quickstart.yaml on it",
 }
 

@@ -257,9 +257,16 @@ class ValidationConfig:
 @dataclass
 class CheckpointConfig:
     interval_steps: int = MISSING
-    """Steps between two checkpoints; one more is made after the last step, and one on SIGTERM or SIGINT."""
+    """Steps between two rolling checkpoints, from which a run resumes under the same tensor, pipeline and virtual pipeline sizes. One more
+    is made when SIGTERM or SIGUSR1 stops the run."""
     keep_last: int = 2
-    """Newest checkpoints kept; older ones are removed once a newer one is complete."""
+    """A rolling checkpoint is removed once so many newer ones, of either kind, are complete."""
+    permanent_interval_steps: Optional[int] = None
+    """Steps between two permanent checkpoints, from which a run resumes under any layout, and which are never removed; where both are due
+    this one is made. null: none in between. One more is made after the last step, and when SIGINT (Ctrl-C) stops the run."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy of the state in host memory (`python -m launch plan` says how large it is; where there is
+    no room for it, training waits, with a warning). false: training waits until all is written, and no copy is kept."""
 
 
 @dataclass

@@ -68,13 +68,13 @@ class ParallelState:
         dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=self.groups.pp)
         return values
 
-    def highest(self, value: int) -> int:
-        """The largest of all ranks' values, on every rank."""
+    def highest(self, mine: list[int]) -> list[int]:
+        """The largest of all ranks' values in each place, on every rank; one collective call however many there are."""
         if self.world_size == 1:
-            return value
-        values = torch.tensor([value], device=platform.device())
+            return mine
+        values = torch.tensor(mine, device=platform.device())
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return int(values.item())
+        return values.tolist()
 
     def of_all_ranks(self, value) -> list:
         """Every rank's value, on every rank; any picklable object."""

@@ -4,6 +4,7 @@ import torch
 
 import hybrid_megatron.platform  # noqa: F401  before megatron.core
 import megatron.core.optimizer as megatron_optimizer
+from hybrid_megatron.checkpoint.dp_reshardable import mend_dp_reshardable
 from hybrid_megatron.config.megatron import optimizer_config
 from hybrid_megatron.config.schema import RunConfig
 from megatron.core.distributed import DistributedDataParallel
@@ -73,6 +74,7 @@ def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> 
     optimizer = get_megatron_optimizer(settings, model, config_overrides=overrides)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _find_states_where_they_are(part)
+        mend_dp_reshardable(part)
     return optimizer
 
 

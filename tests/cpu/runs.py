@@ -25,7 +25,9 @@ from tests.cpu.cells import run_folder_metrics
 from tests.cpu.ranks import Ranks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MEASURED = ("step_seconds", "data_seconds", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "peak_memory_gib")
+MEASURED = (
+    "step_seconds", "data_seconds", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "peak_memory_gib", "checkpoint_stall_seconds",
+)  # fmt: skip
 """Metrics that differ between two runs of the same computation."""
 
 

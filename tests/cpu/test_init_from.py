@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_megatron.checkpoint.save_load import load_weights
+from hybrid_megatron.checkpoint.load import load_weights
 from hybrid_megatron.checkpoint.store import checkpoint_at
 from hybrid_megatron.config import RunConfig, load_recipe
 from hybrid_megatron.data import build_index_caches, open_dataset
