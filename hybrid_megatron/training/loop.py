@@ -27,10 +27,12 @@ from hybrid_megatron.training.build import Trainer, build_trainer
 from hybrid_megatron.training.console import Console
 from hybrid_megatron.training.optimizer import set_hyperparameters
 from hybrid_megatron.training.plot import plot_losses
+from hybrid_megatron.training.run_facts import run_facts
 from hybrid_megatron.training.run_folder import RunFolder, check_same_run, open_run_folder
 from hybrid_megatron.training.schedule import learning_rate
 from hybrid_megatron.training.signals import StopRequest, stop_on_signals
-from hybrid_megatron.training.step import NonFinite, StepResult, train_step, validation_loss
+from hybrid_megatron.training.stability import Decision, Stability, resume_stability
+from hybrid_megatron.training.step import StepResult, train_step, validation_loss
 from hybrid_megatron.training.tracking import Tracker
 
 _FAILED = 1 << 20
@@ -119,9 +121,10 @@ def _run(
             if trainer.origin is not None:
                 folder.event("init_from", checkpoint=str(init_from.resolve()), step=trainer.origin.step, tokens=trainer.origin.tokens)
             folder.event("start", step=done, layout=state.layout, world_size=state.world_size, device=platform.device_name())
-            tracker = Tracker(config, folder, done)
+            tracker = Tracker(config, folder, done, run_facts(state, accounts, folder))
+    stability = resume_stability(config, state, folder, done)
     try:
-        outcome = _steps(trainer, accounts, store, folder, tracker, console, stop, done)
+        outcome = _steps(trainer, accounts, store, folder, tracker, stability, console, stop, done)
     except BaseException as error:
         if tracker is not None:
             folder.event("failed", error=str(error).splitlines()[0] if str(error) else type(error).__name__)
@@ -129,7 +132,7 @@ def _run(
         raise
     if tracker is not None:
         tracker.close(exit_code=0)
-        console.finish(outcome.step, outcome.stopped_by, _plot(folder))
+        console.finish(outcome.step, outcome.stopped_by, _plot(folder), tracker.wandb.sync_command)
     return outcome
 
 
@@ -139,6 +142,7 @@ def _steps(
     store: CheckpointStore,
     folder: RunFolder | None,
     tracker: Tracker | None,
+    stability: Stability,
     console: Console,
     stop: StopRequest,
     done: int,
@@ -149,13 +153,17 @@ def _steps(
         began = time.perf_counter()
         lr = learning_rate(config, done)
         set_hyperparameters(trainer.optimizer, lr, config.optimizer.weight_decay)
-        try:
-            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state)
-        except NonFinite as problem:
-            raise _diverged(trainer, accounts, store, done, f"step {done + 1}: {problem}") from None
+        result, decision = None, stability.leave_out(done + 1)
+        if decision is None:
+            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state, stability.judge)
+            decision = result.decision
+        _tell(folder, console, done + 1, decision)
+        if decision.stop is not None:
+            advice = f"; [{done + 1}, {done + 1}] added to stability.skip_steps leaves this batch out"
+            raise _diverged(trainer, accounts, store, done, f"step {done + 1}: {decision.stop}", advice)
         platform.synchronize()
         done += 1
-        metrics = _metrics(config, state, accounts, done, lr, result, time.perf_counter() - began)
+        metrics = _metrics(config, state, accounts, done, lr, result, time.perf_counter() - began) | decision.metrics
 
         last = done == config.num_steps
         if trainer.valid_stream is not None and (last or done % config.validation.interval_steps == 0):
@@ -171,6 +179,8 @@ def _steps(
                 if failure:
                     raise failure
         if last or signal_number or done % config.checkpoint.interval_steps == 0:
+            if tracker is not None:
+                tracker.make_durable()
             _save(trainer, accounts, store, folder, done)
         if signal_number and not last:
             name = signal.Signals(signal_number).name
@@ -180,6 +190,16 @@ def _steps(
     if folder is not None:
         folder.event("complete", step=done)
     return Outcome(Path(config.run_dir), done, complete=True)
+
+
+def _tell(folder: RunFolder | None, console: Console, step: int, decision: Decision) -> None:
+    """Events and printed lines of what was found; a stop is said by the error that follows."""
+    if folder is None:
+        return
+    for finding in decision.findings:
+        folder.event(finding.kind, step=step, action=finding.action, **finding.facts)
+        if finding.action != "stop":
+            console.found(step, finding.sentence, finding.action)
 
 
 def _log(tracker: Tracker | None, metrics: dict[str, float]) -> RunError | None:
@@ -193,9 +213,15 @@ def _log(tracker: Tracker | None, metrics: dict[str, float]) -> RunError | None:
 
 
 def _metrics(
-    config: RunConfig, state: ParallelState, accounts: Accounts, done: int, lr: float, result: StepResult, seconds: float
+    config: RunConfig, state: ParallelState, accounts: Accounts, done: int, lr: float, result: StepResult | None, seconds: float
 ) -> dict[str, float]:
-    """One line of metrics.jsonl, by the names of the field; mfu only where the device's peak is known."""
+    """One line of metrics.jsonl, by the names of the field; mfu only where the device's peak is known.
+
+    A step that was left out (None) has what was not computed, losses, norm and speed, not at all, and neither has any other a value that is
+    NaN or infinite: JSON has no such numbers.
+    """
+    if result is None:
+        return {"step": done, "tokens": config.batch_plan.tokens(done), "lr": lr, "step_seconds": seconds}
     rate = config.batch_plan.batch_tokens(done - 1) / seconds / state.world_size
     metrics = {
         "step": done,
@@ -214,7 +240,7 @@ def _metrics(
     peak = platform.peak_flops()
     if peak is not None:
         metrics["mfu"] = rate * accounts.flops_per_token / peak
-    return metrics
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _newest_of(store: CheckpointStore, data: Dataset) -> tuple[Path, Progress] | None:
@@ -260,8 +286,8 @@ def _save(
     return path
 
 
-def _diverged(trainer: Trainer, accounts: Accounts, store: CheckpointStore, done: int, problem: str) -> RunError:
-    """Keep the parameters that led there, under a name that resuming does not take."""
+def _diverged(trainer: Trainer, accounts: Accounts, store: CheckpointStore, done: int, problem: str, advice: str = "") -> RunError:
+    """Keep the parameters that led there, under a name that resuming does not take; `advice` ends the message."""
     newest = store.newest()
     resume = f"the newest good checkpoint is {newest.name}" if newest else "there is no earlier checkpoint"
     try:
@@ -271,7 +297,7 @@ def _diverged(trainer: Trainer, accounts: Accounts, store: CheckpointStore, done
         kept = str(error)
     return RunError(
         f"{problem}; the run stops. {kept}. "
-        "A lower optimizer.peak_lr, a longer schedule.warmup_tokens or another seed are the usual ways out"
+        f"A lower optimizer.peak_lr, a longer schedule.warmup_tokens or another seed are the usual ways out{advice}"
     )
 
 

@@ -111,11 +111,11 @@ def _signal_in_step(stop: tuple[int, int, str] | None) -> Iterator[None]:
 
     plain = loop.train_step
 
-    def train_step(config, model, optimizer, stream, step, state):
+    def train_step(config, model, optimizer, stream, step, state, judge):
         if stop is not None and (step + 1, state.rank) == stop[:2]:
             for _ in range(2):  # as Ctrl-C under torchrun does: from the terminal, and from torchrun
                 signal.raise_signal(signal.Signals[stop[2]])
-        return plain(config, model, optimizer, stream, step, state)
+        return plain(config, model, optimizer, stream, step, state, judge)
 
     with unittest.mock.patch.object(loop, "train_step", train_step):
         yield
