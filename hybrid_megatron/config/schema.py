@@ -267,13 +267,13 @@ class StabilityConfig:
     """What a run does about a step that looks wrong, before it changes any parameter (training/stability.py).
 
     stop: the run ends, keeping the parameters from before the step. skip: the step's batch is left out: no update, and everything goes on
-    as if there had been one. warn: an event, a metric and a printed line, and the update is made. off: nobody looks.
+    as if there had been one. warn: an event, a metric and a printed line, and the update is made. ignore: nobody looks.
     """
 
     non_finite: str = "stop"
     """stop or skip: a loss or a gradient norm that is NaN or infinite."""
     loss_spike: str = "warn"
-    """off, warn, skip or stop: a loss above the mean of the last `window` steps by more than `sigmas` of their standard deviations."""
+    """ignore, warn, skip or stop: a loss above the mean of the last `window` steps by more than `sigmas` of their standard deviations."""
     grad_norm_spike: str = "warn"
     """The same for the gradient norm before clipping."""
     window: int = 128

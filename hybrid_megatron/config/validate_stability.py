@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hybrid_megatron.config.schema import RunConfig
 
 NON_FINITE = ("stop", "skip")
-SPIKE = ("off", "warn", "skip", "stop")
+SPIKE = ("ignore", "warn", "skip", "stop")
 LEAST_WINDOW = 8
 
 

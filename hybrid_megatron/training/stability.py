@@ -146,7 +146,7 @@ class Stability:
         yield Finding("non_finite", self.settings.non_finite, said, {"loss": str(loss), "grad_norm": str(grad_norm)})  # not JSON's numbers
 
     def _spike(self, kind: str, policy: str, watch: Watch, name: str, said: str, value: float) -> Iterable[Finding]:
-        if policy == "off" or value <= (bound := watch.bound):
+        if policy == "ignore" or value <= (bound := watch.bound):
             return
         sentence = (
             f"{said} is {value:.4f}, above {bound:.4f}, the mean of the last {len(watch.values)} steps and {watch.sigmas:g} of their "

@@ -90,8 +90,8 @@ def test_policies(tiny_data, kind, policy, update):
     assert f"is 9.0000, above {bound:.4f}, the mean of the last 6 steps and 6 of their standard deviations" in finding.sentence
 
 
-def test_off_looks_at_nothing(tiny_data):
-    decider = stability(tiny_data, "stability.loss_spike=off", "stability.grad_norm_spike=off")
+def test_ignoring_looks_at_nothing(tiny_data):
+    decider = stability(tiny_data, "stability.loss_spike=ignore", "stability.grad_norm_spike=ignore")
     assert all(decision.update and not decision.findings for decision in judged(decider, [*USUAL, 1e6], [*USUAL, 1e6]))
 
 
@@ -201,7 +201,7 @@ def test_a_batch_left_out_is_one_that_never_was(ranks, tiny_data, tmp_path, size
 @pytest.mark.parametrize("size", [1, 2])
 def test_stop_keeps_the_parameters_from_before(ranks, tiny_data, tmp_path, size):
     run, until = tmp_path / "run", tmp_path / "until"
-    stops = words(tiny_data, run, "stability.grad_norm_spike=stop", "stability.loss_spike=off", "checkpoint.interval_steps=5")
+    stops = words(tiny_data, run, "stability.grad_norm_spike=stop", "stability.loss_spike=ignore", "checkpoint.interval_steps=5")
     ended = train_disturbed(ranks, size, stops, {}, {8: 100.0})
     assert ended.code == 2
     [said] = ended.errors
@@ -211,7 +211,7 @@ def test_stop_keeps_the_parameters_from_before(ranks, tiny_data, tmp_path, size)
     )
     assert checkpoints(run) == ["diverged_00000007", "step_00000005"] and len(computed(run)) == 7
     assert [event["action"] for event in events(run, "grad_norm_spike")] == ["stop"]
-    plain = words(tiny_data, until, "checkpoint.interval_steps=7", "stability.loss_spike=off")
+    plain = words(tiny_data, until, "checkpoint.interval_steps=7", "stability.loss_spike=ignore")
     assert train(ranks, size, plain, stop=(7, 0, "SIGTERM")).code == 143
     assert equal(tensors(run / "checkpoints/diverged_00000007"), tensors(until / "checkpoints/step_00000007"))
     ended = train_disturbed(ranks, size, [*stops, "stability.skip_steps=[[8, 8]]"], {}, {8: 100.0})
@@ -336,8 +336,8 @@ def test_policies_may_not_be_changed(ranks, tiny_data, tmp_path):
     "setting, said",
     [
         ("non_finite=warn", "stability.non_finite=warn: it must be one of stop, skip"),
-        ("loss_spike=ignore", "stability.loss_spike=ignore: it must be one of off, warn, skip, stop"),
-        ("grad_norm_spike=1x", "stability.grad_norm_spike=1x: it must be one of off, warn, skip, stop"),
+        ("loss_spike=never", "stability.loss_spike=never: it must be one of ignore, warn, skip, stop"),
+        ("grad_norm_spike=1x", "stability.grad_norm_spike=1x: it must be one of ignore, warn, skip, stop"),
         ("window=7", "stability.window=7: it must be at least 8, since half of it must do for a standard deviation; 128 is usual"),
         ("sigmas=0", "stability.sigmas=0.0: it must be more than 0"),
         ("max_skipped=0", "stability.max_skipped=0: it must be more than 0"),
@@ -361,10 +361,7 @@ def test_bad_settings(tiny_data, setting, said):
 @pytest.mark.parametrize(
     "setting, said",
     [
-        (
-            "skip_steps=[961, 976]",
-            "override stability.skip_steps=[961, 976]: stability.skip_steps[0]=961: this must be a list, in brackets",
-        ),
+        ("skip_steps=[961]", "override stability.skip_steps=[961]: stability.skip_steps[0]=961: this must be a list, in brackets"),
         ("skip_steps=[[1, 2.5]]", "override stability.skip_steps=[[1, 2.5]]: stability.skip_steps[0][1]=2.5: this must be a whole number"),
     ],
 )
