@@ -28,7 +28,7 @@ from hybrid_megatron.parallel import ParallelState
 _MAY_CHANGE = (
     "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "train.micro_batch", "train.recompute",
     "data.train", "data.valid", "data.tokenizer", "data.cache_dir", "data.repeat",
-    "stability.skip_steps",  # behind the newest checkpoint: `_changed_past`
+    "stability.skip_steps",  # behind the newest checkpoint: `_other_past`
 )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ A skipped step, whether for what it computed or because `stability.skip_steps` n
 Adam's count of steps. Its batch counts as seen: the next step takes the next batch, and tokens, learning rate, batch size, validation and
 checkpoints go on by steps and tokens as if the update had been made.
 
-All ranks hold the same losses and norms, and so come to the same decision without asking each other.
+Loss and gradient norm are sums over all ranks that each of them holds to the bit, so that all come to the same decision without asking
+each other.
 """
 
 import math

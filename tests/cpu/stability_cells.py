@@ -62,3 +62,24 @@ def without_steps(words: list[str], left_out: list[int]) -> list[tuple[int, floa
             )
             rows.append((step + 1, result.losses.loss, result.grad_norm))
     return rows
+
+
+def judged_on_uneven_ranks(words: list[str]) -> tuple[float, float]:
+    """(loss, gradient norm) as this rank judges them in the first step, when the sums of every rank are rounded in a way of their own."""
+    config = load_recipe(words)
+    plain, seen = step_module._reported, []
+
+    with start(config.parallel, config.seed) as state:
+
+        def reported(*given):
+            total, tokens, report = plain(*given)
+            return total, tokens, {"sums": report["sums"] * (1 + state.rank * 2.0**-50)}
+
+        def judge(_, loss, grad_norm) -> Decision:
+            seen.append((loss, grad_norm))
+            return Decision(update=False)
+
+        trainer = build_trainer(config, state, open_dataset(config, "train"), None)
+        with unittest.mock.patch.object(step_module, "_reported", reported):
+            train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state, judge)
+    return seen[0]
