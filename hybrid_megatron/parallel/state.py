@@ -56,7 +56,7 @@ class ParallelState:
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over data and context ranks of the last stage, on all ranks, and the same to the bit, so that they may decide by it. In place.
+        """Sum over data and context ranks of the last stage; all ranks get it, to the bit, and so may decide by it. In place.
 
         Tensor ranks hold the same values but for rounding; those of the first one count.
         """

@@ -1,9 +1,10 @@
 """The wandb run of a run folder, a mirror of its metrics.jsonl: one wandb run a folder, whatever number of jobs it takes.
 
-Online, a resumed run goes on where the server's copy ends, and what a killed job had not sent is sent then. Offline, each start writes a
+Online, a resumed run goes on where the server's copy ends, and what earlier jobs had not sent is sent then. Offline, each start writes a
 folder of its own, wandb/offline-run-*-ID, and `wandb sync` puts all of one id into one run, in order of their starts.
 """
 
+import contextlib
 import dataclasses
 import netrc
 import os
@@ -40,7 +41,7 @@ class WandbMirror:
             )
             return
         self._start(wandb, config, folder, facts)
-        self._send_again(lines)
+        self._act(lambda: self._send_again(lines))
 
     def log(self, line: dict[str, float]) -> None:
         # Online by wandb's own count of steps, since it drops what does not rise above that and a run may be set back; the charts go by
@@ -68,19 +69,21 @@ class WandbMirror:
             except Exception as error:
                 if mode != "online":
                     raise
-                warnings.warn(f"wandb's server does not answer ({_first_line(error)}), so this run is mirrored offline")
+                warnings.warn(f"wandb does not start online ({_first_line(error)}), so this run is mirrored offline")
                 mode = "offline"
+                with contextlib.suppress(Exception, SystemExit):
+                    wandb.teardown()  # its service still holds the id, and would refuse it as one in use
                 self.run = _init(wandb, config, folder, facts, mode)
             self.offline = mode == "offline"
         except Exception as error:  # no permission, a full disk: none of them is a reason not to train
             warnings.warn(f"wandb does not start ({_first_line(error)}), so this run is not mirrored there; metrics.jsonl has everything")
 
     def _send_again(self, lines: list[dict]) -> None:
-        """What an earlier job wrote and was killed before it had sent."""
-        if self.run is None or self.offline or self.run.resumed is not True:
+        """What the server does not have: an earlier job was killed before it had sent it, or had no network."""
+        if self.offline:
             return
-        last = self.run.summary.get("step")
-        for line in lines if isinstance(last, (int, float)) else []:
+        last = self.run.summary.get("step", 0) if self.run.resumed else 0
+        for line in lines:
             if line["step"] > last:
                 self.log(line)
 

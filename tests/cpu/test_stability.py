@@ -151,19 +151,11 @@ def test_all_ranks_judge_the_same_numbers(ranks, tiny_data, layout):
     assert len(set(judged)) == 1 and all(map(math.isfinite, judged[0]))
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def left_out(request, ranks, tiny_data, tmp_path_factory) -> tuple[int, Path]:
-    """A run that leaves out step 8."""
-    run = tmp_path_factory.mktemp("left_out") / "run"
-    assert train(ranks, request.param, words(tiny_data, run, "stability.skip_steps=[[8, 8]]")).code == 0
-    return request.param, run
-
-
-def test_skipping_a_spike_is_leaving_out_its_batch(ranks, tiny_data, tmp_path, left_out):
+def test_skipping_a_spike_is_leaving_out_its_batch(ranks, tiny_data, tmp_path):
     """Both the loss and the gradients are a hundred times what they should be; nothing of them stays."""
-    size, other = left_out
-    run = tmp_path / "run"
-    ended = train_disturbed(ranks, size, words(tiny_data, run, "stability.loss_spike=skip"), {8: 100.0})
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert train(ranks, 2, words(tiny_data, other, "stability.skip_steps=[[8, 8]]")).code == 0
+    ended = train_disturbed(ranks, 2, words(tiny_data, run, "stability.loss_spike=skip"), {8: 100.0})
     assert ended.code == 0 and not ended.err
     assert marked(run) == marked(run, "loss_spike") == marked(run, "grad_norm_spike") == [8]
     [spike], [norm] = events(run, "loss_spike"), events(run, "grad_norm_spike")
@@ -185,14 +177,13 @@ def test_skipping_a_spike_is_leaving_out_its_batch(ranks, tiny_data, tmp_path, l
         assert mine["step"] == 8 or mine == theirs
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_batch_left_out_is_one_that_never_was(ranks, tiny_data, tmp_path, size):
+def test_a_batch_left_out_is_one_that_never_was(ranks, tiny_data, tmp_path):
     """Against a loop of the test's own; the schedule and the data go on by the number of the step."""
     run = tmp_path / "run"
     left = words(tiny_data, run, "stability.skip_steps=[[1, 2], [6, 8], [8, 9], [12, 12]]", "train.precision=bf16")
-    ended = train(ranks, size, left)
+    ended = train(ranks, 2, left)
     assert ended.code == 0 and not ended.err
-    expected = ranks.run(size, without_steps, left, [1, 2, 6, 7, 8, 9, 12])[0]
+    expected = ranks.run(2, without_steps, left, [1, 2, 6, 7, 8, 9, 12])[0]
     lines = computed(run)
     assert [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line] == expected
     assert marked(run) == [1, 2, 6, 7, 8, 9, 12]
@@ -205,11 +196,10 @@ def test_a_batch_left_out_is_one_that_never_was(ranks, tiny_data, tmp_path, size
     assert (run / "loss.png").is_file()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_stop_keeps_the_parameters_from_before(ranks, tiny_data, tmp_path, size):
+def test_stop_keeps_the_parameters_from_before(ranks, tiny_data, tmp_path):
     run, until = tmp_path / "run", tmp_path / "until"
     stops = words(tiny_data, run, "stability.grad_norm_spike=stop", "stability.loss_spike=ignore", "checkpoint.interval_steps=5")
-    ended = train_disturbed(ranks, size, stops, {}, {8: 100.0})
+    ended = train_disturbed(ranks, 2, stops, {}, {8: 100.0})
     assert ended.code == 2
     [said] = ended.errors
     assert said.startswith("step 8: the gradient norm is ") and "; the run stops. The parameters after 7 steps are in " in said
@@ -219,27 +209,26 @@ def test_stop_keeps_the_parameters_from_before(ranks, tiny_data, tmp_path, size)
     assert checkpoints(run) == ["diverged_00000007", "step_00000005"] and len(computed(run)) == 7
     assert [event["action"] for event in events(run, "grad_norm_spike")] == ["stop"]
     plain = words(tiny_data, until, "checkpoint.interval_steps=7", "stability.loss_spike=ignore")
-    assert train(ranks, size, plain, stop=(7, 0, "SIGTERM")).code == 143
+    assert train(ranks, 2, plain, stop=(7, 0, "SIGTERM")).code == 143
     assert equal(tensors(run / "checkpoints/diverged_00000007"), tensors(until / "checkpoints/step_00000007"))
-    ended = train_disturbed(ranks, size, [*stops, "stability.skip_steps=[[8, 8]]"], {}, {8: 100.0})
+    ended = train_disturbed(ranks, 2, [*stops, "stability.skip_steps=[[8, 8]]"], {}, {8: 100.0})
     assert ended.code == 0 and marked(run) == [8], "what the message advises"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_infinite_losses_are_skipped_so_many_times(ranks, tiny_data, tmp_path, size):
+def test_infinite_losses_are_skipped_so_many_times(ranks, tiny_data, tmp_path):
     """Their gradients are NaN too, and do not come back in a later step."""
     run, other = tmp_path / "run", tmp_path / "other"
     skips = ["stability.non_finite=skip", "stability.max_skipped=2"]
-    ended = train_disturbed(ranks, size, words(tiny_data, run, *skips), {3: INF, 4: INF, 9: INF})
+    ended = train_disturbed(ranks, 2, words(tiny_data, run, *skips), {3: INF, 4: INF, 9: INF})
     assert ended.code == 0 and not ended.err
     assert marked(run) == marked(run, "non_finite") == [3, 4, 9]
     text = (run / "metrics.jsonl").read_text() + (run / "events.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text, "which are not JSON"
     assert all("loss" not in line and "lm_loss" in line for line in computed(run) if "skipped" in line), "the plain loss is a number"
-    assert train(ranks, size, words(tiny_data, other, "stability.skip_steps=[[3, 4], [9, 9]]")).code == 0
+    assert train(ranks, 2, words(tiny_data, other, "stability.skip_steps=[[3, 4], [9, 9]]")).code == 0
     assert equal(*(tensors(each / f"checkpoints/step_{STEPS:08d}") for each in (run, other)))
     again = tmp_path / "again"
-    ended = train_disturbed(ranks, size, words(tiny_data, again, *skips), {3: INF, 4: INF, 5: INF})
+    ended = train_disturbed(ranks, 1, words(tiny_data, again, *skips), {3: INF, 4: INF, 5: INF})
     assert ended.code == 2
     assert ended.errors[0].startswith(
         "step 5: the loss is inf, and the 2 steps before it were skipped (stability.max_skipped); the run stops."
@@ -262,28 +251,27 @@ SKIPS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def whole(request, ranks, tiny_data, tmp_path_factory) -> tuple[int, Path]:
-    """A run that meets all of it and never stops, with a checkpoint of every step."""
+@pytest.fixture(scope="module")
+def whole(ranks, tiny_data, tmp_path_factory) -> Path:
+    """A run that meets all of it and never stops."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    every = [*SKIPS, "checkpoint.interval_steps=1", "checkpoint.keep_last=100"]
-    assert train_disturbed(ranks, request.param, words(tiny_data, run, *every), BAD).code == 0
+    often = [*SKIPS, "checkpoint.interval_steps=3", "checkpoint.keep_last=100"]
+    assert train_disturbed(ranks, 2, words(tiny_data, run, *often), BAD).code == 0
     assert marked(run) == [3, 4, 7, 9, 10, 11]
-    return request.param, run
+    return run
 
 
 @pytest.mark.parametrize("done", [3, 6, 9])
 def test_a_resumed_run_decides_alike(ranks, tiny_data, tmp_path, whole, done):
     """From among steps left out, from before a spike that is none without a memory, and from among steps skipped in a row."""
-    size, expected = whole
     run = tmp_path / "run"
-    shutil.copytree(expected, run)
+    shutil.copytree(whole, run)
     for name in checkpoints(run):
         if name > f"step_{done:08d}":
             shutil.rmtree(run / "checkpoints" / name)
-    ended = train_disturbed(ranks, size, words(tiny_data, run, *SKIPS), BAD)
+    ended = train_disturbed(ranks, 2, words(tiny_data, run, *SKIPS), BAD)
     assert ended.code == 0 and not ended.err and f"resumed    step_{done:08d}" in ended.out
-    check_same(run, expected)
+    check_same(run, whole)
 
 
 def test_steps_skipped_in_a_row_count_on_after_a_resume(ranks, tiny_data, tmp_path):
@@ -296,9 +284,9 @@ def test_steps_skipped_in_a_row_count_on_after_a_resume(ranks, tiny_data, tmp_pa
 
 def test_without_its_metrics_a_run_says_that_it_forgot(ranks, tiny_data, tmp_path):
     run = tmp_path / "run"
-    assert train(ranks, 2, words(tiny_data, run), stop=(7, 0, "SIGTERM")).code == 143
+    assert train(ranks, 1, words(tiny_data, run), stop=(7, 0, "SIGTERM")).code == 143
     (run / "metrics.jsonl").unlink()
-    ended = train(ranks, 2, words(tiny_data, run))
+    ended = train(ranks, 1, words(tiny_data, run))
     assert ended.code == 0
     [said] = ended.err.splitlines()
     assert (
@@ -308,14 +296,13 @@ def test_without_its_metrics_a_run_says_that_it_forgot(ranks, tiny_data, tmp_pat
     assert events(run, "spikes_forgotten") == [{"event": "spikes_forgotten", "step": 7, "known": 0}]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_steps_to_leave_out_may_be_changed_behind_the_checkpoint(ranks, tiny_data, tmp_path, size):
+def test_steps_to_leave_out_may_be_changed_behind_the_checkpoint(ranks, tiny_data, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     first = words(tiny_data, run, "stability.skip_steps=[[2, 3], [10, 10]]")
-    assert train(ranks, size, first, stop=(5, 0, "SIGTERM")).code == 143
+    assert train(ranks, 1, first, stop=(5, 0, "SIGTERM")).code == 143
     assert events(run, "skip_steps_changed") == []
     for now, step in (("[[2, 3], [5, 6]]", 5), ("[[6, 7]]", 2), ("[]", 2), ("[[2, 4]]", 4)):
-        ended = train(ranks, size, words(tiny_data, run, f"stability.skip_steps={now}"))
+        ended = train(ranks, 1, words(tiny_data, run, f"stability.skip_steps={now}"))
         assert ended.code == 2
         [said] = ended.errors
         assert said.startswith(
@@ -323,10 +310,10 @@ def test_steps_to_leave_out_may_be_changed_behind_the_checkpoint(ranks, tiny_dat
         )
         assert "only steps from 6 on can still be changed" in said
     assert (run / "config.yaml").read_text().count("- 10") == 2, "what was refused is not written down"
-    ended = train(ranks, size, words(tiny_data, run, "stability.skip_steps=[[6, 7], [2, 3]]"))
+    ended = train(ranks, 1, words(tiny_data, run, "stability.skip_steps=[[6, 7], [2, 3]]"))
     assert ended.code == 0 and not ended.err
     assert events(run, "skip_steps_changed") == [{"event": "skip_steps_changed", "before": [[2, 3], [10, 10]], "now": [[6, 7], [2, 3]]}]
-    assert train(ranks, size, words(tiny_data, other, "stability.skip_steps=[[2, 3], [6, 7]]")).code == 0
+    assert train(ranks, 1, words(tiny_data, other, "stability.skip_steps=[[2, 3], [6, 7]]")).code == 0
     check_same(run, other)
 
 

@@ -17,27 +17,13 @@ from hybrid_megatron.config.validate import validate
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.training import wandb_mirror
 from hybrid_megatron.training.run_facts import code_version
 from tests.cpu.runs import Ended, command, computed, train
 from tests.cpu.tiny import tiny_config, tiny_words
-from tests.cpu.wandb_server import wandb_server
+from tests.cpu.wandb_server import StoredRun, wandb_server
 
 SHORT = ["train.tokens=2048", "validation.interval_steps=100"]
-
-
-def test_offline_run_has_the_id_of_its_folder_and_keeps_it(ranks, tiny_data, tmp_path):
-    pytest.importorskip("wandb")
-    run = tmp_path / "run"
-    words = tiny_words(tiny_data, f"run_dir={run}", "tracking.wandb=offline", *SHORT)
-    assert train(ranks, 1, words, stop=(2, 0, "SIGTERM")).code == 143
-    run_id = (run / "RUN_ID").read_text().strip()
-    assert re.fullmatch(r"[0-9a-f]{8}", run_id)
-    assert train(ranks, 1, words).code == 0
-    assert (run / "RUN_ID").read_text().strip() == run_id
-    runs = sorted(path.name for path in (run / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2 and all(name.endswith(f"-{run_id}") for name in runs), "two parts of one run"
-    assert all(list((run / "wandb" / name).glob(f"run-{run_id}.wandb")) for name in runs)
-    assert len(computed(run)) == 4
 
 
 def test_disabled_writes_nothing(ranks, tiny_data, tmp_path):
@@ -134,8 +120,8 @@ JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART
 def test_what_wandb_is_told(ranks, tiny_data, tmp_path):
     run = tmp_path / "run"
     words = tiny_words(
-        tiny_data, f"run_dir={run}", "tracking.wandb=online", "tracking.group=main", "tracking.job_type=pretrain_4k", "tracking.tags=[a, b]",
-        "tracking.entity=us", "tracking.project=p", *SHORT,
+        tiny_data, f"run_dir={run}", "tracking.wandb=online", "tracking.group=main", "tracking.job_type=pretrain_4k", 
+        "tracking.tags=[a, b]", "tracking.entity=us", "tracking.project=p", *SHORT,
     )  # fmt: skip
     [(ended, wandb)] = ranks.run(1, recorded, words, False, None, JOB)
     assert ended.code == wandb.ended == 0 and not ended.err
@@ -189,31 +175,6 @@ def test_a_new_stage_is_a_new_run(ranks, tiny_data, tmp_path):
     [(_, before)] = ranks.run(1, recorded, tiny_words(tiny_data, f"run_dir={first}", "tracking.wandb=online", *SHORT))
     [(_, after)] = ranks.run(1, recorded, tiny_words(tiny_data, f"run_dir={second}", f"init_from={first}", "tracking.wandb=online", *SHORT))
     assert before.told["id"] != after.told["id"] and after.told["config"]["init_from"] == str(first)
-
-
-class NoNetwork(Recorder):
-    """A wandb whose server cannot be reached."""
-
-    def init(self, **told):
-        if told["mode"] == "online":
-            raise ConnectionError("run initialization has timed out")
-        return super().init(**told)
-
-
-def without_network(words: list[str], environment: dict):
-    wandb = NoNetwork()
-    with unittest.mock.patch.dict(sys.modules, {"wandb": wandb}), unittest.mock.patch.dict(os.environ, environment):
-        return command(words), wandb
-
-
-@pytest.mark.parametrize("mode, environment", [("online", {}), ("auto", {"WANDB_API_KEY": "0" * 40})])
-def test_without_a_network_the_mirror_is_an_offline_one(ranks, tiny_data, tmp_path, mode, environment):
-    run = tmp_path / "run"
-    [(ended, wandb)] = ranks.run(1, without_network, tiny_words(tiny_data, f"run_dir={run}", f"tracking.wandb={mode}", *SHORT), environment)
-    assert ended.code == 0 and ended.err == (
-        "warning: wandb's server does not answer (run initialization has timed out), so this run is mirrored offline\n"
-    )
-    assert wandb.told["mode"] == "offline" and [step for step, _ in wandb.rows] == [1, 2, 3, 4] and "wandb sync" in ended.out
 
 
 DATA = ["data.train=unused", "data.valid=unused"]
@@ -275,22 +236,71 @@ def test_version_of_the_code(tmp_path):
     assert code_version(tmp_path) == "unknown"
 
 
-def test_parts_of_an_offline_run_come_together(ranks, tiny_data, tmp_path):
-    """wandb's own program, its own files, and the command that the run printed, against a stand-in for its server."""
+KEY = {"WANDB_API_KEY": "0" * 40}
+
+
+def with_wandb(words: list[str], environment: dict, **how) -> Ended:
+    """The train command with wandb itself, in this environment, and little patience."""
+    import wandb
+
+    wandb.teardown()  # what it has read of another environment
+    with unittest.mock.patch.dict(os.environ, environment), unittest.mock.patch.object(wandb_mirror, "_INIT_SECONDS", 3.0):
+        ended = command(words, **how)
+        wandb.teardown()
+    return ended
+
+
+def with_wandb_stopped_at_2(words: list[str], environment: dict) -> Ended:
+    return with_wandb(words, environment, stop=(2, 0, "SIGTERM"))
+
+
+def rows_of(stored: StoredRun) -> list[dict]:
+    """The rows of a run as the server has them, in their order, without wandb's own columns."""
+    assert sorted(stored.history) == list(range(len(stored.history))), "none of them took another's place"
+    return [{key: value for key, value in stored.history[place].items() if not key.startswith("_")} for place in sorted(stored.history)]
+
+
+def test_without_a_network_parts_are_offline_and_come_together(ranks, tiny_data, tmp_path):
+    """A key, but no server; then a start that is offline by its recipe; then wandb's own program with the command that the run printed."""
     pytest.importorskip("wandb")
     run = tmp_path / "run"
-    words = tiny_words(tiny_data, f"run_dir={run}", "tracking.wandb=offline", "tracking.group=main", *SHORT)
-    assert train(ranks, 1, words, stop=(2, 0, "SIGTERM")).code == 143
+    words = tiny_words(tiny_data, f"run_dir={run}", "tracking.group=main", *SHORT)
+    nobody = KEY | {"WANDB_BASE_URL": "http://127.0.0.1:9"}
+    [ended] = ranks.run(1, with_wandb_stopped_at_2, [*words, "tracking.wandb=auto"], nobody)
+    assert ended.code == 143
+    [said] = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
+    assert re.fullmatch(r"warning: wandb does not start online \(.+\), so this run is mirrored offline", said)
+    run_id = (run / "RUN_ID").read_text().strip()
+    assert re.fullmatch(r"[0-9a-f]{8}", run_id)
     time.sleep(1.1)  # wandb names its folders by the second
-    ended = train(ranks, 1, words)
+    [ended] = ranks.run(1, with_wandb, [*words, "tracking.wandb=offline"], {})
+    assert ended.code == 0 and not ended.err
+    parts = sorted(path.name for path in (run / "wandb").glob("offline-run-*"))
+    assert len(parts) == 2 and all(name.endswith(f"-{run_id}") for name in parts)
     printed = shlex.split(ended.out.splitlines()[-1].partition("parts: ")[2])
     with wandb_server() as server:
-        environment = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40}
+        environment = os.environ | KEY | {"WANDB_BASE_URL": server.url}
         synced = subprocess.run(printed, env=environment, capture_output=True, text=True, timeout=60)
         assert synced.returncode == 0, synced.stderr
-        [(run_id, stored)] = server.runs.items()
-    assert run_id == (run / "RUN_ID").read_text().strip()
-    rows = [stored.history[place] for place in sorted(stored.history)]
-    assert sorted(stored.history) == [0, 1, 2, 3] and [row["_step"] for row in rows] == [1, 2, 3, 4]
-    assert [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows] == lines_of(run)
+        [(name, stored)] = server.runs.items()
+    assert name == run_id and rows_of(stored) == lines_of(run)
+    assert [stored.history[place]["_step"] for place in range(4)] == [1, 2, 3, 4]
     assert stored.described["groupName"] == "main" and stored.summary["starts"] == 2
+
+
+def test_a_resumed_run_goes_on_in_its_server_copy(ranks, tiny_data, tmp_path):
+    """Though the server lacks the last row of the job before, which was killed."""
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}", *SHORT)
+    with wandb_server() as server:
+        environment = KEY | {"WANDB_BASE_URL": server.url}
+        [ended] = ranks.run(1, with_wandb_stopped_at_2, [*words, "tracking.wandb=auto"], environment)
+        assert ended.code == 143 and "warning" not in ended.err
+        [(name, stored)] = server.runs.items()
+        assert name == (run / "RUN_ID").read_text().strip() and rows_of(stored) == lines_of(run)
+        del stored.history[1]
+        stored.summary["step"] = 1
+        assert ranks.run(1, with_wandb, [*words, "tracking.wandb=auto"], environment)[0].code == 0
+        assert list(server.runs) == [name]
+    assert rows_of(stored) == lines_of(run) and stored.summary["starts"] == 2

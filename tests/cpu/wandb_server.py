@@ -1,6 +1,6 @@
 """A stand-in for wandb's server, as far as `wandb sync` and an online run speak to it: keeps each run's rows by their place in its file.
 
-Written from what wandb 0.31 asks; what it is for is whether parts of one run come to lie behind each other.
+It answers what wandb 0.31 asks, so that its real client can be seen to put the parts of one run behind each other.
 """
 
 import gzip
@@ -16,8 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class StoredRun:
     history: dict[int, dict] = field(default_factory=dict)
     """Row by its place in the file, as the client names it."""
-    events: dict[int, dict] = field(default_factory=dict)
-    """System metrics, likewise."""
     summary: dict = field(default_factory=dict)
     described: dict = field(default_factory=dict)
     """Group, job type, tags, config and the rest, as last told."""
@@ -92,9 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, run: StoredRun, body: dict) -> None:
         for name, part in (body.get("files") or {}).items():
-            rows = {"wandb-history.jsonl": run.history, "wandb-events.jsonl": run.events}.get(name)
-            if rows is not None:
-                rows.update({part["offset"] + i: json.loads(line) for i, line in enumerate(part["content"])})
+            if name == "wandb-history.jsonl":
+                run.history.update({part["offset"] + i: json.loads(line) for i, line in enumerate(part["content"])})
             elif name == "wandb-summary.json":
                 run.summary.update(json.loads(part["content"][0]))
 
@@ -120,13 +117,11 @@ def _resumed(name: str, run: StoredRun | None) -> dict | None:
     """What the server tells about a run that a client resumes."""
     if run is None:
         return None
-
-    def tail(rows: dict[int, dict]) -> str:
-        return json.dumps([json.dumps(rows[key]) for key in sorted(rows)[-1:]])
-
+    tail = [json.dumps(run.history[place]) for place in sorted(run.history)[-1:]]
     config = run.described.get("config") or "{}"
+    started = json.loads(config).get("_wandb", {}).get("value", {}).get("t")  # without this the client takes the run for a new one
     return {
         "id": "aWQ=", "name": name, "displayName": name, "summaryMetrics": json.dumps(run.summary), "logLineCount": 0,
-        "historyLineCount": len(run.history), "eventsLineCount": len(run.events), "historyTail": tail(run.history),
-        "eventsTail": tail(run.events), "config": config, "wandbConfig": config, "tags": run.described.get("tags"),
+        "historyLineCount": len(run.history), "eventsLineCount": 0, "historyTail": json.dumps(tail), "eventsTail": "[]",
+        "config": config, "wandbConfig": json.dumps({"t": started}), "tags": run.described.get("tags"),
     }  # fmt: skip
