@@ -270,13 +270,45 @@ class CheckpointConfig:
 
 
 @dataclass
+class StabilityConfig:
+    """What a run does about a step that looks wrong, before it changes any parameter (training/stability.py).
+
+    stop: the run ends, keeping the parameters from before the step. skip: the step's batch is left out: no update, and everything goes on
+    as if there had been one. warn: an event, a metric and a printed line, and the update is made. ignore: nobody looks.
+    """
+
+    non_finite: str = "stop"
+    """stop or skip: a loss or a gradient norm that is NaN or infinite."""
+    loss_spike: str = "warn"
+    """ignore, warn, skip or stop: a loss above the mean of the last `window` steps by more than `sigmas` of their standard deviations."""
+    grad_norm_spike: str = "warn"
+    """The same for the gradient norm before clipping."""
+    window: int = 128
+    """Steps before the present one that it is compared with; nothing is a spike before half of them are there."""
+    sigmas: float = 6.0
+    max_skipped: int = 10
+    """Most steps in a row that may be skipped for what they computed; one more stops the run."""
+    skip_steps: list[list[int]] = field(default_factory=list)
+    """Steps whose batches are left out unseen, as [first, last], counted as in metrics.jsonl: [[961, 976]]. A run that is resumed may have
+    others than before behind the checkpoint that it goes on from."""
+
+
+@dataclass
 class TrackingConfig:
     log_interval: int = 10
     """Steps between two printed lines; `metrics.jsonl` holds every step."""
     wandb: str = "auto"
-    """auto: online if this user is logged in, else offline. online, offline, or disabled."""
+    """auto: online if this user is logged in and the server answers, else offline. online, offline, or disabled."""
     project: str = "hybrid-megatron"
     """wandb project."""
+    entity: Optional[str] = None
+    """wandb user or team that owns the project; null: the default of whoever is logged in."""
+    group: Optional[str] = None
+    """Runs that wandb shows together; a run of a study has the study's name unless set."""
+    job_type: Optional[str] = None
+    """What kind of run of its group it is; the recipe's stage, e.g. pretrain_4k, unless set."""
+    tags: Optional[list[str]] = None
+    """The recipe's words unless set."""
 
 
 @dataclass
@@ -377,6 +409,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 

@@ -62,10 +62,13 @@ class ParallelState:
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over data and context ranks of the last stage, then make it known to every stage. In place."""
-        if self.is_last_stage:
-            dist.all_reduce(values, group=self.groups.dp_cp)
-        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=self.groups.pp)
+        """Sum over data and context ranks of the last stage; all ranks get it, to the bit, and so may decide by it. In place.
+
+        Tensor ranks hold the same values but for rounding; those of the first one count.
+        """
+        if not self.is_last_stage or self.groups.tp.rank() != 0:
+            values.zero_()
+        dist.all_reduce(values)
         return values
 
     def highest(self, mine: list[int]) -> list[int]:

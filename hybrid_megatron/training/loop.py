@@ -30,10 +30,12 @@ from hybrid_megatron.training.console import Console
 from hybrid_megatron.training.optimizer import set_hyperparameters
 from hybrid_megatron.training.outcome import Outcome, tell_end, tell_running
 from hybrid_megatron.training.plot import plot_losses
+from hybrid_megatron.training.run_facts import run_facts
 from hybrid_megatron.training.run_folder import RunFolder, check_same_run, open_run_folder, writing
 from hybrid_megatron.training.schedule import learning_rate
 from hybrid_megatron.training.signals import StopRequest
-from hybrid_megatron.training.step import NonFinite, StepResult, train_step, validation_loss
+from hybrid_megatron.training.stability import Decision, Stability, resume_stability
+from hybrid_megatron.training.step import StepResult, train_step, validation_loss
 from hybrid_megatron.training.tracking import Tracker
 from hybrid_megatron.training.watchdog import Watch, group_timeout, watching
 
@@ -118,17 +120,18 @@ def _run(
             if trainer.origin is not None:
                 folder.event("init_from", checkpoint=str(init_from.resolve()), step=trainer.origin.step, tokens=trainer.origin.tokens)
             folder.event("start", step=done, layout=state.layout, world_size=state.world_size, device=platform.device_name())
-            tracker = Tracker(config, folder, done)
+            tracker = Tracker(config, folder, done, run_facts(state, accounts, folder))
     if name := _asked_to_stop(state, stop):  # loading and checking kernels may have taken minutes, and so may the first step
         if tracker is not None:
             folder.event("stopped", step=done, signal=name)
             tracker.close(exit_code=0)
         return _stopped_before_a_step(config, console, done, name)
+    stability = resume_stability(config, state, folder, done)
     tell = folder.event if folder is not None else _say_nothing
     try:
         tell_running(done)
         with Saver(store, config.checkpoint, trainer.model, trainer.optimizer, state, tell) as saver:
-            outcome = _steps(trainer, accounts, saver, folder, tracker, console, stop, watch, done)
+            outcome = _steps(trainer, accounts, saver, folder, tracker, stability, console, stop, watch, done)
         tell_end(outcome)
         watch.phase("ending")
     except BaseException as error:
@@ -139,7 +142,7 @@ def _run(
         raise
     if tracker is not None:
         tracker.close(exit_code=0)
-        console.finish(outcome.step, outcome.stopped_by, _plot(folder))
+        console.finish(outcome.step, outcome.stopped_by, _plot(folder), tracker.wandb.sync_command)
     return outcome
 
 
@@ -149,6 +152,7 @@ def _steps(
     saver: Saver,
     folder: RunFolder | None,
     tracker: Tracker | None,
+    stability: Stability,
     console: Console,
     stop: StopRequest,
     watch: Watch,
@@ -161,16 +165,20 @@ def _steps(
         watch.phase("data", done)
         lr = learning_rate(config, done)
         set_hyperparameters(trainer.optimizer, lr, config.optimizer.weight_decay)
-        try:
-            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state, watch)
-        except NonFinite as problem:
-            raise _diverged(trainer, accounts, saver, done, f"step {done + 1}: {problem}") from None
+        result, decision = None, stability.leave_out(done + 1)
+        if decision is None:
+            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state, stability.judge, watch)
+            decision = result.decision
+        _tell(folder, console, done + 1, decision)
+        if decision.stop is not None:
+            advice = f"; [{done + 1}, {done + 1}] added to stability.skip_steps leaves this batch out"
+            raise _diverged(trainer, accounts, saver, done, f"step {done + 1}: {decision.stop}", advice)
         platform.synchronize()
         done += 1
-        if not watch.warm:  # kernels are compiled and tuned: from here on a hang shows sooner
+        if result is not None and not watch.warm:  # kernels are compiled and tuned: from here on a hang shows sooner
             watch.warm = True
             state.set_timeout(group_timeout(config.watchdog, warm=True))
-        metrics = _metrics(config, state, accounts, done, lr, result, time.perf_counter() - began)
+        metrics = _metrics(config, state, accounts, done, lr, result, time.perf_counter() - began) | decision.metrics
         if stall := saver.take_stall():
             metrics["checkpoint_stall_seconds"] = stall
 
@@ -196,6 +204,8 @@ def _steps(
             saver.finish()
         if form := _due(config, done, signal_number):
             watch.phase("saving")
+            if tracker is not None:
+                tracker.make_durable()
             _save(trainer, accounts, saver, done, form, wait=bool(last or signal_number))
         if signal_number and not last:
             name = signal.Signals(signal_number).name
@@ -219,6 +229,16 @@ def _stopped_before_a_step(config: RunConfig, console: Console, done: int, name:
     return tell_end(Outcome(Path(config.run_dir), done, complete=False, stopped_by=name))
 
 
+def _tell(folder: RunFolder | None, console: Console, step: int, decision: Decision) -> None:
+    """Events and printed lines of what was found; a stop is said by the error that follows."""
+    if folder is None:
+        return
+    for finding in decision.findings:
+        folder.event(finding.kind, step=step, action=finding.action, **finding.facts)
+        if finding.action != "stop":
+            console.found(step, finding.sentence, finding.action)
+
+
 def _log(tracker: Tracker | None, metrics: dict[str, float]) -> RunError | None:
     """Log on rank 0; a failure is returned, to be told to the other ranks with the signals."""
     try:
@@ -230,9 +250,15 @@ def _log(tracker: Tracker | None, metrics: dict[str, float]) -> RunError | None:
 
 
 def _metrics(
-    config: RunConfig, state: ParallelState, accounts: Accounts, done: int, lr: float, result: StepResult, seconds: float
+    config: RunConfig, state: ParallelState, accounts: Accounts, done: int, lr: float, result: StepResult | None, seconds: float
 ) -> dict[str, float]:
-    """One line of metrics.jsonl, by the names of the field; mfu only where the device's peak is known."""
+    """One line of metrics.jsonl, by the names of the field; mfu only where the device's peak is known.
+
+    A step that was left out (None) has what was not computed, losses, norm and speed, not at all, and neither has any other a value that is
+    NaN or infinite: JSON has no such numbers.
+    """
+    if result is None:
+        return {"step": done, "tokens": config.batch_plan.tokens(done), "lr": lr, "step_seconds": seconds}
     rate = config.batch_plan.batch_tokens(done - 1) / seconds / state.world_size
     metrics = {
         "step": done,
@@ -251,7 +277,7 @@ def _metrics(
     peak = platform.peak_flops()
     if peak is not None:
         metrics["mfu"] = rate * accounts.flops_per_token / peak
-    return metrics
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _check_data(store: CheckpointStore, data: Dataset) -> None:
@@ -324,8 +350,8 @@ def _save(trainer: Trainer, accounts: Accounts, saver: Saver, done: int, form: s
     return saver.save(name or f"step_{done:08d}", progress, needed, wait=wait)
 
 
-def _diverged(trainer: Trainer, accounts: Accounts, saver: Saver, done: int, problem: str) -> RunError:
-    """Keep the parameters that led there, under a name that resuming does not take."""
+def _diverged(trainer: Trainer, accounts: Accounts, saver: Saver, done: int, problem: str, advice: str = "") -> RunError:
+    """Keep the parameters that led there, under a name that resuming does not take; `advice` ends the message."""
     try:
         saver.wait()
         path = _save(trainer, accounts, saver, done, PERMANENT, wait=True, name=f"diverged_{done:08d}")
@@ -336,7 +362,7 @@ def _diverged(trainer: Trainer, accounts: Accounts, saver: Saver, done: int, pro
         kept = str(error)
     return RunError(
         f"{problem}; the run stops. {kept}. "
-        "A lower optimizer.peak_lr, a longer schedule.warmup_tokens or another seed are the usual ways out"
+        f"A lower optimizer.peak_lr, a longer schedule.warmup_tokens or another seed are the usual ways out{advice}"
     )
 
 

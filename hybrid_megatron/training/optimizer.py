@@ -75,7 +75,15 @@ def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> 
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _find_states_where_they_are(part)
         mend_dp_reshardable(part)
+        _begin_states(part)
     return optimizer
+
+
+def _begin_states(optimizer: DistributedOptimizer) -> None:
+    """Moments of 0 after 0 steps, so that a checkpoint can be taken before the first update, which may have been skipped."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    for group in optimizer.optimizer.param_groups:
+        group["step"] = 0
 
 
 def _find_states_where_they_are(optimizer: DistributedOptimizer) -> None:

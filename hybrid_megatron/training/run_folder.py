@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hybrid_megatron.checkpoint.store import CheckpointStore, read_progress
 from hybrid_megatron.config import RunConfig, load_recipe, save_config
+from hybrid_megatron.config.validate_stability import skipped_until
 from hybrid_megatron.data.datasets import train_fingerprint
 from hybrid_megatron.errors import ConfigError, RunError, UserError
 from hybrid_megatron.parallel import ParallelState
@@ -30,6 +31,7 @@ from hybrid_megatron.training.folder_lock import FolderLock, Held
 _MAY_CHANGE = (
     "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "watchdog.", "train.micro_batch", "train.recompute",
     "data.train", "data.valid", "data.tokenizer", "data.cache_dir", "data.repeat",
+    "stability.skip_steps",  # behind the newest checkpoint: `_other_past`
 )  # fmt: skip
 
 
@@ -58,6 +60,8 @@ class RunFolder:
 
     def record(self, config: RunConfig) -> None:
         """Write config.yaml, and RUN_ID if there is none: once everything that could refuse this run has accepted it."""
+        if (before := _windows_before(self.path, config)) is not None:
+            self.event("skip_steps_changed", before=before, now=config.stability.skip_steps)
         with writing(self.path / "config.yaml"):
             save_config(config, self._new("config.yaml"))
             self._put("config.yaml")
@@ -124,14 +128,39 @@ def check_same_run(config: RunConfig) -> None:
             f"{file}: missing, though the folder has checkpoints, so it is not known which settings they belong to; put the file back, "
             "or give another run_dir=PATH"
         )
-    before, now = (_flat(dataclasses.asdict(each)) for each in (load_recipe([str(file)]), config))
+    earlier = load_recipe([str(file)])
+    before, now = (_flat(dataclasses.asdict(each)) for each in (earlier, config))
     changed = [key for key in sorted(before | now) if not key.startswith(_MAY_CHANGE) and before.get(key) != now.get(key)]
+    problems = [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
     if changed:
-        raise ConfigError(
-            [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
-            + _other_data(config)
-            + [f"run_dir={folder}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
-        )
+        problems += _other_data(config)
+        problems += [f"run_dir={folder}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
+    problems = _other_past(earlier, config) + problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def _other_past(earlier: RunConfig, config: RunConfig) -> list[str]:
+    """One sentence if the two leave out other batches of the steps that the newest checkpoint has done."""
+    newest = CheckpointStore(config.run_dir).newest()
+    done = int(newest.name.removeprefix("step_")) if newest is not None else 0
+    changed = skipped_until(earlier, done) ^ skipped_until(config, done)
+    if not changed:
+        return []
+    return [
+        f"stability.skip_steps={config.stability.skip_steps}: this run goes on from {newest}, which is behind step {min(changed)}, with "
+        f"{earlier.stability.skip_steps} so far; only steps from {done + 1} on can still be changed. To go further back, move the "
+        f"checkpoints behind step {min(changed) - 1} away"
+    ]
+
+
+def _windows_before(folder: Path, config: RunConfig) -> list[list[int]] | None:
+    """`stability.skip_steps` of a run that has checkpoints and is about to go on with others; None if it is not."""
+    file = folder / "config.yaml"
+    if not file.is_file() or CheckpointStore(folder).newest() is None:
+        return None
+    before = load_recipe([str(file)]).stability.skip_steps
+    return before if before != config.stability.skip_steps else None
 
 
 def _other_data(config: RunConfig) -> list[str]:
