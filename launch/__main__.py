@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "train": "train a recipe, from the newest checkpoint in its run folder if there is one",
     "plan": "say what a recipe will be and take on so many GPUs, without a GPU",
+    "preflight": "examine whether a recipe can begin here: nodes, GPUs, disks, data, network",
     "evaluate": "measure loss by position and perplexity of a trained run, at its training length and beyond",
     "choose-logit-base": "choose the base of HypeNet's logit scale for a trained run, by the loss on held-out tokens",
     "quickstart": "prepare a small real corpus and train recipes/quickstart.yaml on it",
