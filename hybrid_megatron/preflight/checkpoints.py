@@ -34,19 +34,25 @@ class Origin:
     steps: int = 0
     """Done already, by the run's own newest checkpoint."""
     existing: int = 0
-    """Own complete checkpoints."""
+    """Own complete checkpoints that will go as new ones come."""
 
 
 def find_origin(config: RunConfig) -> Origin:
     own = CheckpointStore(Path(config.run_dir)).complete()
     if own:
-        return Origin("newest checkpoint", str(own[-1]), steps=int(own[-1].name.rpartition("_")[2]), existing=len(own))
+        steps, interval = [int(path.name.rpartition("_")[2]) for path in own], permanent_interval(config)
+        return Origin("newest checkpoint", str(own[-1]), "", steps[-1], sum(not interval or step % interval > 0 for step in steps))
     if config.init_from is None:
         return Origin("seed")
     try:
         return Origin("init_from", str(checkpoint_at(Path(config.init_from))))
     except UserError as error:
         return Origin("init_from", config.init_from, f"init_from={error}")
+
+
+def permanent_interval(config: RunConfig) -> int | None:
+    """Steps between two checkpoints that stay for ever; None where there are none."""
+    return getattr(config.checkpoint, "permanent_interval_steps", None)
 
 
 def see_origin(origin: Origin) -> Seen | None:

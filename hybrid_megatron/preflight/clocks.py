@@ -55,9 +55,7 @@ def judge_clocks(offsets: dict[str, Offset | None]) -> list[Finding]:
     apart = {node: offset for node, offset in offsets.items() if abs(offset.seconds) - offset.bound > MOST_SECONDS}
     if apart:
         told = ", ".join(f"{node} by {offset.seconds:+.1f} s" for node, offset in apart.items())
-        rule = (
-            f"more than {MOST_SECONDS:.0f} s from {next(iter(offsets))}: logs of nodes cannot be compared, and leases look expired or fresh"
-        )
+        rule = f"more than {MOST_SECONDS:.0f} s from {next(iter(offsets))}: times in logs, heartbeats and on files cannot be compared"
         return [Finding("clocks", Level.WARNING, told, rule, "the nodes' time service (chrony, ntpd) wants a look")]
     if len(offsets) == 1:
         return []

@@ -111,8 +111,8 @@ def judge_memory(job: Job, devices: list[Device], need: int) -> list[Finding]:
             found = f"{job.place(rank, 'GPU')} has {_gib(used)} in use before the run begins, so another process is on it"
             if need > device.free:
                 found += f"; {told}, and {_gib(device.free)} are free"
-            level = Level.BAD_NODE if need > device.free else Level.WARNING
-            findings.append(Finding("memory", level, found, way_out="nvidia-smi there shows the processes", nodes=(job.node_of(rank),)))
+            level, nodes = (Level.BAD_NODE, (job.node_of(rank),)) if need > device.free else (Level.WARNING, ())
+            findings.append(Finding("memory", level, found, way_out="nvidia-smi there shows the processes", nodes=nodes))
     if need > USABLE * smallest.total:
         rule = f"CUDA, NCCL and fragmentation take some 8% of the {_gib(smallest.total)}"
         findings.append(Finding("memory", Level.WARNING, told, rule, way_out))

@@ -17,7 +17,7 @@ from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.planning.memory import peak_memory
-from hybrid_megatron.preflight.checkpoints import Origin, judge_origin
+from hybrid_megatron.preflight.checkpoints import Origin, judge_origin, permanent_interval
 from hybrid_megatron.preflight.clocks import judge_clocks, measure_offset
 from hybrid_megatron.preflight.disk import checkpoint_need, judge_run_space, judge_spaces
 from hybrid_megatron.preflight.environment import judge_surroundings
@@ -155,7 +155,9 @@ def _judge_facts(config: RunConfig, origin: Origin, job: Job, facts: list[RankFa
         findings += judge_seen(check, {node: each.data[check] for node, each in nodes.items()})
     findings += judge_origin(origin, {node: each.origin for node, each in nodes.items()})
     one = checkpoint_bytes(account(config, plan).total_params, parameter_dtype(config).itemsize)
-    findings += judge_run_space(run.space, checkpoint_need(one, config.checkpoint.keep_last, origin.existing, 0))
+    interval = permanent_interval(config)
+    permanent = config.num_steps // interval - origin.steps // interval if interval else 0
+    findings += judge_run_space(run.space, checkpoint_need(one, config.checkpoint.keep_last, origin.existing, permanent))
     findings += judge_surroundings({node: each.surroundings for node, each in nodes.items()})
     findings += judge_network({node: each.network for node, each in nodes.items()})
     return findings + judge_wandb(run.wandb, run.wandb_problem, job.nodes[0])

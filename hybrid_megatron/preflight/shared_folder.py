@@ -145,7 +145,7 @@ def judge_looked(run_dir: str, written: dict[str, Written], looked: dict[str, Lo
     unseen = [(node, other) for node, each in looked.items() for other, seconds in each.seconds.items() if seconds is None]
     if unseen:
         pairs = named(f"{node} does not see {other}'s file" for node, other in unseen)
-        lost = [node for node in looked if sum(node in pair for pair in unseen) > len(looked) - 2]
+        lost = [node for node in looked if all(node in pair for pair in unseen)]
         return [_not_shared(run_dir, pairs, written, tuple(lost) if len(lost) == 1 else ())]
     findings = []
     slowest = max(seconds for each in looked.values() for seconds in each.seconds.values())
@@ -166,8 +166,9 @@ def _judge_locks(run_dir: str, file_system: FileSystem, looked: dict[str, Looked
         found = f"run_dir={run_dir}: {kind} has no locks on {named(blind)}"
     else:
         found = f"run_dir={run_dir}: a lock that {next(iter(looked))} holds is not seen on {named(blind)} ({kind})"
-    way_out = "never start two jobs in one run folder by hand; mount it with locks that all nodes share (NFS 4, or Lustre with -o flock)"
-    return [Finding("locks", Level.WARNING, found, "so flock alone would not keep two jobs on different nodes apart", way_out)]
+    rule = "so two jobs on different nodes are kept apart by the folder's lease alone, and after a node's death the next waits until it is stale"
+    way_out = "locks that all nodes share come with NFS 4, or with Lustre mounted with -o flock"
+    return [Finding("locks", Level.WARNING, found, rule, way_out)]
 
 
 def _not_shared(run_dir: str, found: str, written: dict[str, Written], lost: tuple[str, ...]) -> Finding:
