@@ -10,12 +10,14 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-_PAUSES = (0.002, 0.05)
+PAUSES = (0.002, 0.05)
 """Shortest and longest pause in seconds between two looks."""
 _FAREWELL_SECONDS = 10.0
 
@@ -25,43 +27,56 @@ class Silent(Exception):
 
     def __init__(self, topic: str, ranks: list[int]):
         super().__init__(f"{topic}: no answer from ranks {ranks}")
-        self.topic = topic
-        self.ranks = ranks
+        self.topic, self.ranks = topic, ranks
+
+
+class Broken(Exception):
+    """Some ranks could not find out what they were asked for: `problems`, by rank."""
+
+    def __init__(self, topic: str, problems: dict[int, str]):
+        super().__init__(f"{topic}: {problems}")
+        self.topic, self.problems = topic, problems
 
 
 class Exchange:
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float, hosts: bool = False):
         """`seconds`: how long ranks wait for each other. `hosts`: the store lives in this process."""
         self.store, self.rank, self.size, self.seconds, self.hosts = store, rank, size, seconds, hosts
+        self.rounds = 0
 
-    def of_all(self, topic: str, value) -> list:
-        """Every rank's value (any picklable object), on every rank. Raises Silent, on every rank that is still there."""
-        self.tell(f"{topic}/{self.rank}", value)
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
-        given_up = f"{topic}/silent"
+    def of_all(self, topic: str, find: Callable) -> list:
+        """What `find()` gives on every rank (any picklable object), on every rank. Collective.
+
+        Raises Silent or Broken, on every rank that is still there: a rank whose `find` raises still answers the others.
+        """
+        self.rounds += 1
+        keys = [f"{self.rounds}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], pickle.dumps(_attempt(find)))
+        given_up = f"{self.rounds}/silent"
+        silent = []
         if not self._appears(keys, self.seconds, unless=given_up):
             silent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        else:
-            silent = []
         silent = json.loads(self.store.compare_set(given_up, "", json.dumps(silent)))
         if silent:
             raise Silent(topic, silent)
-        return [pickle.loads(self.store.get(key)) for key in keys]
+        answers = [pickle.loads(self.store.get(key)) for key in keys]
+        problems = {rank: problem for rank, (_, problem) in enumerate(answers) if problem}
+        if problems:
+            raise Broken(topic, problems)
+        return [value for value, _ in answers]
 
-    def heard(self, topic: str) -> dict:
-        """The values of those ranks that have put theirs down so far, by rank."""
-        keys = {rank: f"{topic}/{rank}" for rank in range(self.size)}
-        return {rank: pickle.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+    def heard_first(self) -> list:
+        """What those ranks have answered to the first question that have answered so far."""
+        keys = [f"1/{rank}" for rank in range(self.size)]
+        return [pickle.loads(self.store.get(key))[0] for key in keys if self.store.check([key])]
 
-    def tell(self, key: str, value) -> None:
-        """Put down one value for whoever asks for it."""
-        self.store.set(key, pickle.dumps(value))
+    def tell(self) -> None:
+        """The one that speaks has spoken."""
+        self.store.set("told", b"")
 
-    def told(self, key: str, seconds: float | None = None):
-        """A value that another rank tells; raises TimeoutError."""
-        if not self._appears([key], self.seconds if seconds is None else seconds):
-            raise TimeoutError(f"{key} is not told")
-        return pickle.loads(self.store.get(key))
+    def told(self) -> None:
+        """Wait for that, since torchrun ends all processes with the first that ends badly; not for ever."""
+        self._appears(["told"], _FAREWELL_SECONDS)
 
     def leave(self) -> None:
         """The process that hosts the store stays until the others need it no more."""
@@ -71,12 +86,12 @@ class Exchange:
 
     def _appears(self, keys: list[str], seconds: float, unless: str | None = None) -> bool:
         """Whether all keys are there within so many seconds. Looks instead of waiting inside the store, so that signals are heard."""
-        end, pause = time.monotonic() + seconds, _PAUSES[0]
+        end, pause = time.monotonic() + seconds, PAUSES[0]
         while not self.store.check(keys):
             if time.monotonic() > end or (unless is not None and self.store.check([unless])):
                 return False
             time.sleep(pause)
-            pause = min(1.5 * pause, _PAUSES[1])
+            pause = min(1.5 * pause, PAUSES[1])
         return True
 
 
@@ -103,3 +118,13 @@ def _exchange(seconds: float) -> Exchange:
         raise OSError(f"rank {rank}: the store at {host}:{port} does not answer ({str(error).splitlines()[0]})") from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Exchange(dist.PrefixStore(f"preflight/{attempt}", store), rank, size, seconds, hosts)
+
+
+def _attempt(find: Callable) -> tuple:
+    """(what it gives, no problem), or (None, what went wrong in one line)."""
+    try:
+        return find(), ""
+    except Exception as error:  # whatever a driver, a disk or a library throws
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        return None, f"{type(error).__name__}: {reason} (in {Path(frame.filename).name}, line {frame.lineno})"

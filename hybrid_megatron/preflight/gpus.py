@@ -1,20 +1,23 @@
-"""GPUs: one for every process, of one kind, with as much free memory as the recipe is estimated to need."""
+"""GPUs: one for every process, of one kind, in good health, with as much free memory as the recipe is estimated to need."""
 
 import os
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
 import torch
 
 from hybrid_megatron import platform
 from hybrid_megatron.planning.choices import USABLE
-from hybrid_megatron.planning.memory import GIB
-from hybrid_megatron.preflight.agreement import named, odd_ones
-from hybrid_megatron.preflight.finding import Finding, Level, fine
 from hybrid_megatron.preflight.job import Job
+from hybrid_megatron.preflight.report import Finding, Level, named, odd_ones, size
 
-OTHERS_BYTES = 2 * GIB
-"""Memory in use on a GPU that is no more than what this process' own CUDA context and the driver take."""
+OTHERS_BYTES = 2 * 2**30
+"""Memory in use on a GPU that is no more than what this process' own CUDA context and the driver take (below 1 GiB on an H200)."""
+_HEALTH = ("ecc.errors.uncorrected.volatile.total", "remapped_rows.pending", "remapped_rows.failure")
+_SMI_SECONDS = 15.0
+_NVIDIA = "0x10de"
+_LOOK = "look at nvidia-smi and dmesg there"
 
 
 @dataclass(frozen=True)
@@ -23,105 +26,114 @@ class Device:
 
     name: str
     """As the driver reports it; `CPU`; empty where the process has no GPU of its own."""
-    is_cuda: bool
-    visible: int
+    visible: int = 0
     """GPUs that this process sees."""
-    uuid: str
-    total: int
-    """Bytes: of the GPU, or this process' share of the node's memory."""
-    free: int
+    lost: bool = False
+    """Slurm has given this node GPUs, it has some, and torch, built for them, sees none."""
+    total: int = 0
+    """Bytes of the GPU's memory."""
+    free: int = 0
+    health: tuple[str, ...] | None = None
+    """What nvidia-smi says to `_HEALTH`; None where it says nothing."""
 
     @property
-    def usable(self) -> bool:
-        """Whether the process has something of its own to compute on."""
-        return bool(self.name)
+    def is_cuda(self) -> bool:
+        return self.name not in ("", "CPU")
 
 
-def gather_device(local_rank: int, processes: int) -> Device:
-    """Of this process, which is one of so many on its node. Makes its GPU the current one."""
+def gather_device(local_rank: int) -> Device:
+    """Of this process. Makes its GPU the current one."""
     if not platform.is_cuda():
-        memory = psutil.virtual_memory()
-        return Device("CPU", False, 0, "", memory.total // processes, memory.available // processes)
+        given = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_JOB_GPUS")
+        return Device("CPU", lost=bool(given and torch.version.cuda and _nvidia_cards()))
     visible = torch.cuda.device_count()
     if local_rank >= visible:
-        return Device("", True, visible, "", 0, 0)
+        return Device("", visible)
     platform.select_device()
     free, total = torch.cuda.mem_get_info()
     uuid = str(torch.cuda.get_device_properties(local_rank).uuid).removeprefix("GPU-")
-    return Device(torch.cuda.get_device_name(), True, visible, uuid, total, free)
+    return Device(torch.cuda.get_device_name(), visible, False, total, free, _health(uuid))
 
 
-def gpus_promised() -> bool:
-    """Whether Slurm says that this node's processes have GPUs."""
-    return bool(os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_JOB_GPUS"))
+def _health(uuid: str) -> tuple[str, ...] | None:
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_HEALTH)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    values = tuple(value.strip() for value in done.stdout.strip().split(","))
+    return values if done.returncode == 0 and len(values) == len(_HEALTH) else None
 
 
-def judge_gpus(job: Job, devices: list[Device], promised: bool = False) -> list[Finding]:
-    """Number and kind. `promised`: Slurm has given GPUs to this job."""
-    cuda = {node: devices[ranks[0]].is_cuda for node, ranks in job.ranks.items()}
-    if not any(cuda.values()):
-        found = fine("GPUs", f"none: {job.size} process{'es' if job.size > 1 else ''} on CPUs")
-        if promised:
-            found = Finding(
-                "GPUs", Level.WARNING, "Slurm gives this job GPUs and torch sees none", "it would train on CPUs", "look at nvidia-smi there"
-            )
-        return [found]
-    blind = tuple(node for node, sees in cuda.items() if not sees)
-    if blind:
-        return [_bad("GPUs", f"torch sees no GPU on {named(blind)}, and GPUs on the others", blind)]
-    short = {node: devices[ranks[0]].visible for node, ranks in job.ranks.items() if devices[ranks[0]].visible < len(ranks)}
-    if len(short) == len(job.ranks):
-        node, visible = next(iter(short.items()))
-        asked = len(job.ranks[node])
-        way_out = f"start {visible} a node (torchrun --nproc-per-node {visible}), or ask Slurm for more (--gres=gpu:{asked})"
-        return [Finding("GPUs", Level.REFUSED, f"{asked} processes on {node}, which sees {visible} GPUs", "each has its own", way_out)]
+def _nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    files = list(devices.glob("*/vendor")) if devices.is_dir() else []
+    return any(file.read_text().strip() == _NVIDIA for file in files)
+
+
+def judge_gpus(job: Job, devices: list[Device]) -> list[Finding]:
+    """Number, kind, health."""
+    seen = {node: device.visible for node, device in job.of_nodes(devices).items()}
+    if not any(seen.values()):
+        lost = job.nodes_of(rank for rank, device in enumerate(devices) if device.lost)
+        if lost:
+            return [Finding("GPUs", Level.BAD_NODE, f"torch sees none of the GPUs of {named(lost)}; {_LOOK}", lost)]
+        return [Finding("GPUs", Level.UNKNOWN, "torch sees none here, so there is nothing to count, measure or judge")]
+    short = {node: visible for node, visible in seen.items() if visible < len(job.ranks[node])}
+    told = ", ".join(f"{node} sees {visible} GPUs for {len(job.ranks[node])} processes" for node, visible in short.items())
+    if len(short) == len(seen) and all(seen.values()):
+        visible = min(short.values())
+        return [Finding("GPUs", Level.REFUSED, f"{told}; start {visible} a node (--nproc-per-node {visible}), or ask Slurm for more GPUs")]
     if short:
-        seen = ", ".join(f"{node} sees {visible} GPUs for {len(job.ranks[node])} processes" for node, visible in short.items())
-        return [_bad("GPUs", seen, tuple(short))]
+        return [Finding("GPUs", Level.BAD_NODE, f"{told}; {_LOOK}", tuple(short))]
     findings = []
-    usual, odd = odd_ones({job.place(rank, "GPU"): device.name for rank, device in enumerate(devices)})
+    usual, odd = odd_ones({job.place(rank): device.name for rank, device in enumerate(devices)})
     if odd:
         others = "; ".join(f"{place} is {name}" for place, name in odd.items())
-        findings.append(Finding("GPUs", Level.WARNING, f"most are {usual}; {others}", "every step goes at the pace of the slowest"))
-    idle = {node: devices[ranks[0]].visible for node, ranks in job.ranks.items() if devices[ranks[0]].visible > len(ranks)}
-    if idle:
-        node, visible = next(iter(idle.items()))
-        findings.append(
-            Finding("GPUs", Level.WARNING, f"{node} sees {visible} GPUs and has {len(job.ranks[node])} process", "the others are not used")
-        )
-    return findings or [fine("GPUs", f"{len(devices)} x {usual}")]
+        findings.append(Finding("GPUs", Level.WARNING, f"most are {usual}; {others}; every step goes at the pace of the slowest"))
+    for node in seen:
+        if seen[node] > len(job.ranks[node]):
+            found = f"{seen[node]} on {node}, and {len(job.ranks[node])} of them examined; torchrun --nproc-per-node {seen[node]} takes all"
+            findings.append(Finding("GPUs", Level.UNKNOWN, found))
+    findings += [finding for rank, device in enumerate(devices) for finding in _judge_health(job, rank, device.health)]
+    if any(device.health is None for device in devices):
+        findings.append(Finding("GPU health", Level.UNKNOWN, "nvidia-smi does not tell of errors of all GPUs here"))
+    return findings or [Finding("GPUs", Level.FINE, f"{len(devices)} x {usual}")]
+
+
+def _judge_health(job: Job, rank: int, health: tuple[str, ...] | None) -> list[Finding]:
+    """An uncorrectable error is contained by the driver and may never come again, so it is no reason to give up the node."""
+    errors, pending, failure = health or ("0", "No", "No")
+    findings = []
+    if errors.isdigit() and int(errors):
+        found = f"{job.place(rank)} has had {errors} uncorrectable memory errors since its driver was loaded; it wants a reset"
+        findings.append(Finding("GPU health", Level.WARNING, found))
+    if pending.lower() in ("yes", "1"):
+        findings.append(Finding("GPU health", Level.WARNING, f"{job.place(rank)} waits for a reset to replace a bad row of memory"))
+    if failure.lower() in ("yes", "1"):
+        found = f"{job.place(rank)} has a bad row of memory and no spare one left; it wants to be replaced"
+        findings.append(Finding("GPU health", Level.BAD_NODE, found, job.nodes_of([rank])))
+    return findings
 
 
 def judge_memory(job: Job, devices: list[Device], need: int) -> list[Finding]:
     """`need`: bytes that the recipe is estimated to take at its peak on the GPU that needs most (planning/memory.py)."""
     smallest = min(devices, key=lambda device: device.total)
-    told = f"the recipe is estimated to need {_gib(need)} a GPU at its peak"
+    told = f"the recipe is estimated to need {size(need)} a GPU at its peak"
     way_out = "python -m launch plan RECIPE says which layout fits; or lower train.micro_batch, or set train.recompute=selective or full"
-    if not smallest.is_cuda:
-        if need > smallest.free:
-            found = f"{told.replace('GPU', 'process')}, and the node has {_gib(smallest.free)} a process free"
-            return [Finding("memory", Level.WARNING, found, way_out=way_out)]
-        return [fine("memory", f"{_gib(need)} a process estimated, {_gib(smallest.free)} free")]
     if need > smallest.total:
-        return [Finding("memory", Level.REFUSED, f"{told}, and {smallest.name} has {_gib(smallest.total)}", way_out=way_out)]
+        return [Finding("memory", Level.REFUSED, f"{told}, and {smallest.name} has {size(smallest.total)}; {way_out}")]
     findings = []
     for rank, device in enumerate(devices):
         used = device.total - device.free
         if used > OTHERS_BYTES:
-            found = f"{job.place(rank, 'GPU')} has {_gib(used)} in use before the run begins, so another process is on it"
+            found = f"{job.place(rank)} has {size(used)} in use before the run begins, so another process is on it (nvidia-smi names it)"
             if need > device.free:
-                found += f"; {told}, and {_gib(device.free)} are free"
-            level, nodes = (Level.BAD_NODE, (job.node_of(rank),)) if need > device.free else (Level.WARNING, ())
-            findings.append(Finding("memory", level, found, way_out="nvidia-smi there shows the processes", nodes=nodes))
+                found += f"; {told}, and {size(device.free)} are free"
+                findings.append(Finding("memory", Level.BAD_NODE, found, job.nodes_of([rank])))
+            else:
+                findings.append(Finding("memory", Level.WARNING, found))
     if need > USABLE * smallest.total:
-        rule = f"CUDA, NCCL and fragmentation take some 8% of the {_gib(smallest.total)}"
-        findings.append(Finding("memory", Level.WARNING, told, rule, way_out))
-    return findings or [fine("memory", f"{_gib(need)} a GPU estimated, {_gib(min(device.free for device in devices))} free")]
-
-
-def _bad(check: str, found: str, nodes: tuple[str, ...]) -> Finding:
-    return Finding(check, Level.BAD_NODE, found, way_out="look at nvidia-smi and dmesg there", nodes=nodes)
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"
+        found = f"{told}, and CUDA, NCCL and fragmentation take some {1 - USABLE:.0%} of the {size(smallest.total)}; {way_out}"
+        findings.append(Finding("memory", Level.WARNING, found))
+    free = min(device.free for device in devices)
+    return findings or [Finding("memory", Level.FINE, f"{size(need)} a GPU estimated, {size(free)} free")]

@@ -14,21 +14,21 @@ import torch
 
 from hybrid_megatron import platform
 from hybrid_megatron.platform.device import peak_flops_of
-from hybrid_megatron.preflight.finding import Finding, Level, fine
 from hybrid_megatron.preflight.gpus import Device
 from hybrid_megatron.preflight.job import Job
+from hybrid_megatron.preflight.report import Finding, Level
 
 SLOW = 0.85
-"""Least share of the median speed: GPUs of one kind differ by some 5% under one power limit."""
+"""Least share of the usual speed: GPUs of one kind differ by some 5% under one power limit, and a step goes at the pace of the slowest."""
 LOW = 0.5
-"""Least share of the datasheet's peak for the median itself; a large bf16 product reaches 0.7 to 0.8 of it."""
+"""Least share of the datasheet's peak for the usual speed itself; a large bf16 product reaches 0.7 to 0.8 of it."""
 SAME = 1e-5
 """Largest relative difference of checksums: the same product, summed in float64, of GPUs that compute right."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one rank's device, medians over short windows."""
+    """Of one rank's device, medians over short windows, so that a single hiccup counts for nothing."""
 
     tflops: float
     """TFLOP/s of a square product: bf16 on a GPU, float32 on a CPU."""
@@ -62,12 +62,9 @@ def _copy(size: int, seconds: float) -> float:
 
 def _median_seconds(operation: Callable, seconds: float) -> float:
     """Of one call: the median over windows of some 10 ms each, for so many seconds, after a fifth of that to warm up."""
-    for _ in range(3):
-        operation()
-    end = time.perf_counter() + seconds / 5
-    one = math.inf
+    one, end = math.inf, time.perf_counter() + seconds / 5
     while time.perf_counter() < end or one == math.inf:
-        one = min(one, _seconds_of(operation, 1))
+        one = min(one, _seconds_of(operation, 3) / 3)
     calls = max(1, round(0.01 / one))
     windows, end = [], time.perf_counter() + seconds
     while not windows or time.perf_counter() < end:
@@ -84,49 +81,51 @@ def _seconds_of(operation: Callable, calls: int) -> float:
     return time.perf_counter() - began
 
 
+def usual(values) -> float:
+    """What two thirds of the values do not exceed: of two or three the fastest, so that a slow one is no measure of itself."""
+    values = sorted(values)
+    return values[2 * len(values) // 3]
+
+
 def judge_speed(job: Job, devices: list[Device], speeds: list[Speed]) -> list[Finding]:
-    told = f"{_range(speed.tflops for speed in speeds)} TFLOP/s, memory {_range(speed.gbytes for speed in speeds)} GB/s"
+    tflops = [speed.tflops for speed in speeds]
+    of_nodes = (f"{node} {' '.join(f'{tflops[rank]:.3g}' for rank in ranks)}" for node, ranks in job.ranks.items())
+    told = f"GEMM {', '.join(of_nodes)} TFLOP/s; memory {min(speed.gbytes for speed in speeds):.3g} GB/s at least"
     if not devices[0].is_cuda:
-        return [fine("speed", f"{told} (not judged on CPUs)")]
-    findings = _slow(job, "GEMM", [speed.tflops for speed in speeds], "TFLOP/s")
-    findings += _slow(job, "memory bandwidth", [speed.gbytes for speed in speeds], "GB/s")
-    findings += _wrong(job, speeds)
-    peak, median = peak_flops_of(devices[0].name), statistics.median_high([speed.tflops for speed in speeds])
-    if peak and median * 1e12 < LOW * peak:
-        rule = f"less than {LOW:.0%} of the {peak / 1e12:.0f} of {devices[0].name}"
-        findings.append(
-            Finding("GEMM", Level.WARNING, f"the median GPU reaches {median:.0f} TFLOP/s", rule, "nvidia-smi -q -d POWER,CLOCK")
-        )
-    return findings or [fine("speed", told)]
+        return [Finding("speed", Level.UNKNOWN, f"{told}; not judged on CPUs")]
+    findings = _slow(job, "GEMM", tflops, "TFLOP/s") + _slow(job, "memory", [speed.gbytes for speed in speeds], "GB/s")
+    findings += _wrong(job, [speed.checksum for speed in speeds])
+    peak = peak_flops_of(devices[0].name)
+    if peak and usual(tflops) * 1e12 < LOW * peak:
+        found = f"{usual(tflops):.0f} TFLOP/s are usual here, less than {LOW:.0%} of the {peak / 1e12:.0f} of {devices[0].name}"
+        findings.append(Finding("speed", Level.WARNING, f"{found}; nvidia-smi -q -d POWER,CLOCK says what holds it down"))
+    return findings + [Finding("speed", Level.FINE, told)]
 
 
 def _slow(job: Job, what: str, values: list[float], unit: str) -> list[Finding]:
-    """Of two the faster one is the measure, so that the slow one is named."""
-    median = statistics.median_high(values)
-    rule = f"the median is {median:.0f}, and {SLOW:.0%} of it are the least"
-    return [
-        Finding(what, Level.BAD_NODE, f"{job.place(rank, 'GPU')} reaches {value:.0f} {unit}", rule, nodes=(job.node_of(rank),))
-        for rank, value in enumerate(values)
-        if value < SLOW * median
-    ]
-
-
-def _wrong(job: Job, speeds: list[Speed]) -> list[Finding]:
-    usual = statistics.median_low([speed.checksum for speed in speeds if math.isfinite(speed.checksum)] or [1.0])
-    wrong = [rank for rank, speed in enumerate(speeds) if not abs(speed.checksum - usual) <= SAME * usual]
+    least = SLOW * usual(values)
     return [
         Finding(
-            "GEMM",
+            "speed",
             Level.BAD_NODE,
-            f"{job.place(rank, 'GPU')} computes another product than the others (sum {speeds[rank].checksum:.9g}, theirs {usual:.9g})",
-            way_out="it would spoil the run without a word; have it tested",
-            nodes=(job.node_of(rank),),
+            f"{job.place(rank)} reaches {value:.0f} {unit} ({what}), less than {SLOW:.0%} of the {usual(values):.0f} that are usual here",
+            job.nodes_of([rank]),
         )
-        for rank in wrong
+        for rank, value in enumerate(values)
+        if value < least
     ]
 
 
-def _range(values) -> str:
-    values = list(values)
-    low, high = (f"{value:.3g}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+def _wrong(job: Job, checksums: list[float]) -> list[Finding]:
+    """A GPU that computes wrongly would spoil the run without a word."""
+    right = statistics.median_low([each for each in checksums if math.isfinite(each)] or [1.0])
+    return [
+        Finding(
+            "speed",
+            Level.BAD_NODE,
+            f"{job.place(rank)} computes another product than the others (sum {each:.9g}, theirs {right:.9g}); have it tested",
+            job.nodes_of([rank]),
+        )
+        for rank, each in enumerate(checksums)
+        if not abs(each - right) <= SAME * right
+    ]
