@@ -65,7 +65,8 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
     from hybrid_megatron.parallel import start
     from hybrid_megatron.training.build import build_trainer
     from hybrid_megatron.training.optimizer import set_hyperparameters
-    from hybrid_megatron.training.step import train_step
+    from hybrid_megatron.training.stability import Stability
+from hybrid_megatron.training.step import train_step
 
     platform.select_device()
     words = settings.words or USUAL
@@ -87,13 +88,14 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
             store, config.checkpoint, trainer.model, trainer.optimizer, state, lambda kind, **facts: events.append({"kind": kind, **facts})
         )
         stack.enter_context(saver)
+        judge = Stability(config).judge
         done = 0
 
         def step() -> float:
             nonlocal done
             began = time.perf_counter()
             set_hyperparameters(trainer.optimizer, 1e-4, config.optimizer.weight_decay)
-            train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done % 64, state)
+            train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done % 64, state, judge)
             platform.synchronize()
             done += 1
             return time.perf_counter() - began

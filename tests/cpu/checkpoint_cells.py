@@ -21,6 +21,7 @@ from hybrid_megatron.data import open_dataset
 from hybrid_megatron.parallel import ParallelState, start
 from hybrid_megatron.training.build import Trainer, build_trainer
 from hybrid_megatron.training.optimizer import set_hyperparameters
+from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import train_step
 from tests.cpu.plan_cells import Allocated
 from tests.cpu.runs import Ended, command
@@ -36,7 +37,7 @@ def _trainer(words: list[str]) -> Iterator[tuple[RunConfig, ParallelState, Train
 
 def _step(config: RunConfig, trainer: Trainer, number: int) -> None:
     set_hyperparameters(trainer.optimizer, 1e-3, config.optimizer.weight_decay)
-    train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, number, trainer.state)
+    train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, number, trainer.state, Stability(config).judge)
 
 
 def _save(trainer: Trainer, folder: Path, step: int, form: str, wait: bool = True) -> Saver:

@@ -1,0 +1,101 @@
+"""What runs inside the ranks of the tests of preflight: the command, on nodes of any number of ranks, with one of them made to differ."""
+
+import contextlib
+import io
+import os
+import sys
+import time
+import unittest.mock
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_megatron.errors import DataError
+from hybrid_megatron.preflight import files, links, run
+from hybrid_megatron.preflight.gpus import Device
+from hybrid_megatron.preflight.speed import Speed
+from launch import preflight as preflight_command
+
+LAST = 3
+"""The rank that is made to differ."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """How the command ended on one rank."""
+
+    code: int
+    out: str
+    err: str
+
+    def lines(self, what: str) -> list[str]:
+        """Lines of the report of this kind."""
+        return [line[11:] for line in self.out.splitlines() if line.startswith(f"{what:<11}")]
+
+    @property
+    def verdict(self) -> str:
+        [verdict] = self.lines("verdict")
+        return verdict
+
+
+def command(words: list[str], per_node: int = 4, environment: dict | None = None, pretend: str = "", size: int | None = None) -> Said:
+    """`python -m launch preflight WORDS` inside a rank.
+
+    `per_node`: ranks r with equal r // per_node are on one node. `size`: number of ranks the job believes in. `pretend`: see `_pretended`.
+    """
+    rank = int(os.environ["RANK"])
+    changed = {"SLURMD_NODENAME": f"node{rank // per_node + 1}", "LOCAL_RANK": str(rank % per_node)} | (environment or {})
+    if size is not None:
+        changed["WORLD_SIZE"] = str(size)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    waits = {(run, "AGAIN_SECONDS"): 0.2, (run, "WAIT_SECONDS"): 30.0, (run, "LINK_SECONDS"): 30.0}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.dict(os.environ, changed))
+        for (module, name), value in (waits | _pretended(pretend, rank)).items():
+            stack.enter_context(unittest.mock.patch.object(module, name, value))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        stack.enter_context(unittest.mock.patch.object(os, "_exit", sys.exit))  # a stuck thread does not keep a living rank from going on
+        try:
+            preflight_command.main(words)
+        except SystemExit as end:
+            code = end.code
+    return Said(code, out.getvalue(), err.getvalue())
+
+
+def _pretended(what: str, rank: int) -> dict:
+    """(module, name) -> what this rank finds in its place."""
+    gpu = Device("NVIDIA H200", 2, False, 140 * 2**30, 139 * 2**30, ("0", "No", "No"))
+    speeds = iter([Speed(350.0, 4200.0, 1e9) if rank == LAST else Speed(700.0, 4200.0, 1e9), Speed(700.0, 4200.0, 1e9)])
+    if what == "slow":  # verdicts as of GPUs, and one that multiplies at half the others' speed
+        speed = next(speeds)
+        return {(run, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: speed}
+    if what == "slow once":
+        return {(run, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: next(speeds)}
+    if what == "driver everywhere":
+        return {(run, "gather_speed"): _broken_driver}
+    if what.startswith("no data"):
+        shared = {(files, "is_shared"): lambda path: what.endswith("shared")}
+        return shared | ({(files, "open_dataset"): _no_dataset} if rank == LAST else {})
+    if what == "stays away":
+        return {(run, "LINK_SECONDS"): 3.0} | ({(links, "_bus_bandwidth"): lambda *_: time.sleep(8)} if rank == LAST else {})
+    if what == "absent":
+        return {(run, "WAIT_SECONDS"): 1.0}
+    if what == "dies":
+        return {(run, "WAIT_SECONDS"): 1.0} | ({(run, "gather_device"): _dies} if rank == LAST else {})
+    return {(run, "gather_device"): _broken_driver} if what == "driver" and rank == LAST else {}
+
+
+def _no_dataset(config, split):
+    raise DataError(f"data.{split}={getattr(config.data, split)}: it does not exist")
+
+
+def _broken_driver(*_):
+    raise RuntimeError("CUDA error: unknown error")
+
+
+def _dies(*_):
+    raise SystemExit(77)
+
+
+def names_left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
