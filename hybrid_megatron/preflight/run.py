@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from hybrid_megatron.checkpoint.save_load import checkpoint_bytes
+from hybrid_megatron.checkpoint.sizes import checkpoint_bytes
 from hybrid_megatron.checkpoint.store import CheckpointStore
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig

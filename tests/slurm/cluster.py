@@ -66,7 +66,7 @@ exit
 """  # the shell stays as the namespace's first process: it reaps orphans, and the node ends with it
 
 NETWORK = """
-hostname controller && mount --make-rprivate / && mount --bind "$1/etc/hosts" /etc/hosts &&
+hostname controller && mount --make-rprivate / && mount --bind "$1/etc/hosts" /etc/hosts && mount -t tmpfs -o size=24m tmpfs "$1/small" &&
 ip link set lo up && ip link add nodes type bridge && ip address add "$2.1/24" dev nodes && ip link set nodes up &&
 touch "$1/log/network_is_up"
 exec sleep infinity
@@ -91,7 +91,7 @@ class Cluster:
         self.folder, self.gpus, self.kill_wait, self.proctrack = folder, gpus, kill_wait, proctrack
         self.nodes = [f"node{i + 1}" for i in range(nodes)]
         self.small_disk = folder / "small"
-        """A file system of its own, of 24 MB, that all nodes see."""
+        """A file system of 24 MB on all nodes, and there alone; `seen` finds its files."""
         self._running: dict[str, subprocess.Popen] = {}
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         self.environment |= {"SLURM_CONF": str(folder / "etc/slurm.conf")}
@@ -99,8 +99,6 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         try:
             self._configure()
-            self.small_disk.mkdir()
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(self.small_disk)], check=True, capture_output=True)
             munge = self.folder / "munge"
             files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "seed", "log")]
             self._start("munged", ["munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files])
@@ -120,7 +118,6 @@ class Cluster:
     def __exit__(self, *_) -> None:
         for name in reversed(list(self._running)):
             self._stop(name, signal.SIGKILL)
-        subprocess.run(["umount", "--lazy", str(self.small_disk)], capture_output=True)
 
     # ---- its machines
 
@@ -155,6 +152,10 @@ class Cluster:
 
     def stop_controller(self) -> None:
         self._stop("slurmctld", signal.SIGTERM)
+
+    def seen(self, path: Path) -> Path:
+        """The way from here to a path on a node."""
+        return Path(f"/proc/{self._running['network'].pid}/root{path}")
 
     # ---- its users
 
@@ -200,7 +201,7 @@ class Cluster:
     # ---- how
 
     def _configure(self) -> None:
-        for name in ("etc", "log", "state", "munge", "dev"):
+        for name in ("etc", "log", "state", "munge", "dev", "small"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         (self.folder / "munge/key").write_bytes(os.urandom(1024))
         (self.folder / "munge/key").chmod(0o600)

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,14 @@ def tiny_data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def training(cluster, tiny_data, tmp_path) -> Callable[..., Training]:
-    """Makes a training to submit: `training("a.b=c", ..., nodes=2)`; its run folder is `tmp_path/run` unless said."""
-    settings = cluster_env(tmp_path)
+    """Makes a training to submit: `training("a.b=c", ..., nodes=2)`; its run folder is `tmp_path/run`, or on the small disk. `settings`
+    are lines of its cluster.env."""
 
-    def make(*overrides: str, nodes: int = 1, run: Path | None = None) -> Training:
-        return Training(cluster, tiny_data, run or tmp_path / "run", settings, nodes, overrides)
+    def make(*overrides: str, nodes: int = 1, on_small_disk: bool = False, settings: Sequence[str] = ()) -> Training:
+        folder, env = cluster.small_disk if on_small_disk else tmp_path, cluster_env(tmp_path, *settings)
+        made = Training(cluster, tiny_data, folder / "run", env, nodes, overrides)
+        made.run = cluster.seen(made.run) if on_small_disk else made.run
+        return made
 
     return make
 

@@ -42,11 +42,11 @@ def undisturbed_metrics(data: Path, run: Path, processes: int, *overrides: str) 
 
 
 class Training:
-    """A recipe of STEPS steps on `nodes` nodes, one process on each."""
+    """A recipe of STEPS steps on `nodes` nodes, one process on each; `run` is its folder as it is seen from here."""
 
     def __init__(self, cluster: Cluster, data: Path, run: Path, settings: Path, nodes: int, overrides: tuple[str, ...]):
         self.cluster, self.run, self.folder, self.nodes = cluster, run, settings.parent, nodes
-        self.words = tiny_words(data, *WORDS, f"run_dir={run}", *overrides)
+        self.words = tiny_words(data, *WORDS, *overrides, f"run_dir={run}")
         self.environment = {"HYBRID_MEGATRON_CLUSTER": str(settings)}
         self.job = ""
 

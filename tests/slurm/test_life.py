@@ -1,6 +1,7 @@
 """Whatever happens to a job, its run ends where an undisturbed one does: each step once, with bitwise the same losses, in one wandb run."""
 
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -158,10 +159,10 @@ def test_damaged_checkpoint(training, undisturbed):
 @pytest.mark.slow
 def test_full_disk(cluster, training, undisturbed):
     """One clear message and no requeue; with room again, the same submitted again goes on."""
-    run = training(run=cluster.small_disk / "run")
+    run = training(on_small_disk=True)
     run.submit()
     run.wait_for_steps(25)
-    filler = cluster.small_disk / "filler"
+    filler = cluster.seen(cluster.small_disk) / "filler"
     with open(filler, "wb", buffering=0) as file:
         try:
             while True:
@@ -229,3 +230,50 @@ def test_refused(training):
     assert run.cluster.job(run.job)["ExitCode"] == "2:0" and run.restarts() == 0
     assert run.log.splitlines()[-1].startswith("error: train.batch_tokens=100")
     assert len(run.attempts()) == 1
+
+
+@pytest.mark.slow
+def test_bad_node_is_left_out(training, undisturbed, tmp_path):
+    """An examination finds node1 bad; the job goes on with others."""
+    run = training(settings=[f"PYTHON={_finds_bad('node1', tmp_path)}", "PREFLIGHT=yes"])
+    run.submit()
+    run.end()
+    assert run.restarts() == 1 and run.attempts() == ["from nothing: bad nodes: node1", "from nothing: complete"]
+    assert run.cluster.job(run.job)["ExcNodeList"] == "node1" and run.cluster.job(run.job)["NodeList"] != "node1"
+    run.check_complete(undisturbed(1))
+
+
+def _finds_bad(node: str, folder: Path) -> Path:
+    """A Python whose `launch preflight` finds this node bad and others good."""
+    script = folder / "python"
+    script.write_text(f"""#!/bin/bash
+if [[ "$*" != *"-m launch preflight"* ]]; then
+    exec {sys.executable} "$@"
+elif [[ $SLURMD_NODENAME == {node} ]]; then
+    echo {node} >"$HYBRID_MEGATRON_BAD_NODES"
+    echo bad_nodes >"$HYBRID_MEGATRON_PREFLIGHT"
+    exit 1
+fi
+echo ok >"$HYBRID_MEGATRON_PREFLIGHT"
+""")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.slow
+def test_examined_before_it_starts(training, undisturbed):
+    run = training(settings=["PREFLIGHT=yes"], nodes=2)
+    run.submit()
+    run.end()
+    assert (run.run / f"logs/job_{run.job}/preflight").read_text().strip() == "ok", run.log
+    run.check_complete(undisturbed(2))
+
+
+@pytest.mark.slow
+def test_examination_refuses(training):
+    """What only the nodes can find out: one sentence, exit code 2, no requeue."""
+    run = training("data.tokenizer=/nowhere/tokenizer.model", settings=["PREFLIGHT=yes"])
+    run.submit()
+    run.end("FAILED")
+    assert run.cluster.job(run.job)["ExitCode"] == "2:0" and run.restarts() == 0 and len(run.attempts()) == 1
+    assert run.log.splitlines()[-1].startswith("error: "), run.log
