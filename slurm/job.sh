@@ -115,7 +115,7 @@ ask_for_slurm() {
             scontrol requeue "$SLURM_JOB_ID" && say "requeued at its time limit"
         fi
     else
-        end_attempt "ended by Slurm ($state)"
+        end_attempt "ended by Slurm"
     fi
 }
 
@@ -144,7 +144,7 @@ what_now() {
         end_attempt "cancelled, $last"
         end 1 "cancelled; submit the same again to go on"
     elif [[ $(this_job JobState) != RUNNING ]]; then
-        end_attempt "ended by Slurm ($(this_job JobState))"
+        end_attempt "ended by Slurm"
         exit 1
     elif [[ -s $JOB_DIR/bad_nodes ]]; then
         end_attempt "bad nodes: $(paste -sd, "$JOB_DIR/bad_nodes")"

@@ -55,7 +55,7 @@ def test_preempted(training, undisturbed):
     run.end()
     stopped = run.events("stopped")
     assert run.restarts() == 1 and [event["signal"] for event in stopped] == ["SIGTERM"]
-    assert run.attempts() == ["from nothing: ended by Slurm (PENDING)", f"from step_{stopped[0]['step']:08d}: complete"]
+    assert run.attempts() == ["from nothing: ended by Slurm", f"from step_{stopped[0]['step']:08d}: complete"]
     run.check_complete(undisturbed(1))
 
 
