@@ -187,30 +187,29 @@ class _Guard(threading.Thread):
                 )  # the rest is time in which this process stood still itself: Ctrl-Z, a suspended job
             name = "step_seconds" if self.watch.warm else "first_step_seconds"
             limit = getattr(self.settings, name)
-            if self.watch.given_up:
-                _end(self.watch)
-            elif still > limit:
-                _end(self.watch, f"no progress for {still:.0f} s (watchdog.{name}={limit:g})")
+            if self.watch.given_up or still > limit:
+                self.end(f"no progress for {still:.0f} s (watchdog.{name}={limit:g})" if still > limit else None)
+                break
             # Comes only if the main thread keeps the interpreter to itself: this thread then cannot run either.
             faulthandler.dump_traceback_later(limit - still + 10, file=sys.__stderr__)
         faulthandler.cancel_dump_traceback_later()
 
+    def end(self, why: str | None) -> None:
+        """Write the stacks and end the process; the first rank to do so says `why`. None: another has given up.
 
-def _end(watch: Watch, why: str | None = None) -> None:
-    """Write the stacks and end the process, whatever still works; the first of all ranks says `why`. None: another has given up."""
-    faulthandler.dump_traceback_later(_LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__)
-    try:
-        place = watch.place
+        Returns only if the main thread has found its own way out.
+        """
+        faulthandler.dump_traceback_later(_LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__)
+        watch, place = self.watch, self.watch.place
         stacks = _write_stacks(watch.run_dir, place)
         if why is not None and watch.holding is None:
             _say(f"hang       rank {global_rank()} on {socket.gethostname()}, {place}: {why}; it ends. Its stacks are in {stacks}")
         elif why is not None and watch.give_up():
             _tell_hang(watch, why, stacks.parent)
-        else:
-            time.sleep(
-                _REPORT_SECONDS + PERIOD_SECONDS
-            )  # srun and torchrun end all with the first, and the one that speaks must come before
-    finally:
+        elif self.over.wait(
+            _REPORT_SECONDS + PERIOD_SECONDS
+        ):  # srun and torchrun end all with the first, and the one that speaks must come before
+            return
         os._exit(1)
 
 

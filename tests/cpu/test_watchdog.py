@@ -82,21 +82,15 @@ def test_what_a_run_leaves(ranks, tiny_data, tmp_path):
 
 
 def test_places_of_a_run(ranks, tiny_data, tmp_path):
-    words = tiny_words(tiny_data, f"run_dir={tmp_path}", "train.tokens=1024", "validation.interval_steps=1", "validation.samples=3")
+    words = tiny_words(tiny_data, f"run_dir={tmp_path}", "train.tokens=1536", "validation.interval_steps=1", "validation.samples=3")
     [places] = ranks.run(1, places_of, words)
-    step = [
-        "data",
-        "data 0",
-        *(f"{phase} {n}" for n in range(1, 5) for phase in ("forward_backward", "data")),
-        "forward_backward 4",
-        "optimizer",
-    ]
-    after = ["validation", *(f"validation {n}" for n in (0, 1, 1, 2, 2, 2)), "logging"]
-    assert places == ["loading", *step, *after, *step, *after, "saving", "ending", "ended"]
+    step = ["data 0", "data 0", *(f"{phase} {n}" for n in range(1, 4) for phase in ("forward_backward", "data")), "forward_backward 4"]
+    after = ["optimizer 0", "validation 0", "validation 0", "validation 1", "validation 1", "validation 2", "logging 0"]
+    assert places == ["starting 0", "loading 0", *3 * [*step, *after], "saving 0", "ending 0", "ended 0"]
 
 
 def places_of(words: list[str]) -> list[str]:
-    """Where the watch was, in order."""
+    """Phases and micro-batches of the watch, in order."""
     from hybrid_megatron.training.watchdog import Watch
 
     places = []
@@ -104,7 +98,7 @@ def places_of(words: list[str]) -> list[str]:
     def set_place(watch, name, value):
         object.__setattr__(watch, name, value)
         if name == "place":
-            places.append(value.phase + (f" {value.micro_batch}" if value.phase in ("data", "forward_backward", "validation") else ""))
+            places.append(f"{value.phase} {value.micro_batch}")
 
     with unittest.mock.patch.object(Watch, "__setattr__", set_place):
         assert command(words).code == 0
@@ -265,5 +259,5 @@ def test_settings(tiny_data, tmp_path, words):
 
 def test_without_a_watchdog(ranks, tiny_data, tmp_path):
     run = tmp_path / "run"
-    assert train(ranks, 1, tiny_words(tiny_data, f"run_dir={run}", "train.tokens=512", "watchdog.step_seconds=null")).code == 0
+    assert train(ranks, 1, tiny_words(tiny_data, f"run_dir={run}", "train.tokens=1536", "watchdog.step_seconds=null")).code == 0
     assert [each.phase for each in read_heartbeats(run)] == ["ended"] and not Path(run / "logs/stacks").exists()
