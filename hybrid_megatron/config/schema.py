@@ -313,21 +313,16 @@ class TrackingConfig:
 
 @dataclass
 class WatchdogConfig:
-    """Ends all processes of a run in which one does not get on, so that it can be started again (training/watchdog.py).
+    """Ends all processes of a run in which one hangs, so that it can be started again (training/watchdog.py).
 
-    A limit is on the time without any progress, not on a whole step: each micro-batch that a process begins is progress, and on a CPU so is
-    computing.
+    A limit is on the time without progress, not on a whole step: a phase of a step, or each of its micro-batches.
     """
 
-    step_seconds: Optional[float] = 600.0
-    """Longest time without progress in a step; null: no watchdog, and operations between processes wait as long as they must, as a debugger
-    needs it."""
+    step_seconds: Optional[float] = 900.0
+    """Longest time without progress, saving a checkpoint included; null: no watchdog, and operations between processes wait as long as they
+    must, as a debugger needs it."""
     first_step_seconds: float = 1800.0
     """The same until the first step is done, in which a checkpoint is loaded and kernels are compiled and tuned."""
-    validation_seconds: float = 900.0
-    """Longest validation."""
-    saving_seconds: float = 1200.0
-    """Longest time in which training waits for a checkpoint."""
 
 
 @dataclass

@@ -1,35 +1,25 @@
 """Who holds a run folder: never two runs in one, and a dead holder does not keep it.
 
-Two means, since neither is enough:
-
-.lock       held by flock. The kernel drops it when its holder dies, so the folder is free at once. But some file systems have no locks, and
-            on some (Lustre with localflock, NFS with nolock) a lock is seen by its own node alone.
-.lease.N    says who holds the folder and is touched every RENEW_SECONDS. Another takes the folder by creating .lease.N+1, which exactly one
-            can (O_EXCL), once the lease was given back, its process is dead (seen on the same machine), or it has not been touched for
-            STALE_SECONDS. A holder that finds a lease after its own has lost the folder and must stop.
-
-No node's clock is trusted: a lease is watched by one's own, and how old it is already is read off the file server's, by touching a file.
+RUN_DIR/.lock.N names the holder, who touches it every RENEW_SECONDS. Another takes the folder by creating .lock.N+1, which exactly one can
+(O_EXCL; flock is not to be relied on: some shared file systems have none, some keep it within a node), once the holder has given it back,
+is dead as its own machine sees it, or has not touched it for STALE_SECONDS. A holder that finds a lock after its own has lost the folder
+and must end.
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-RENEW_SECONDS = 10.0
-STALE_SECONDS = 120.0
-"""Untouched for so long, a lease may be taken: a shared file system that fails over stands still for a minute or so."""
+RENEW_SECONDS = 5.0
+STALE_SECONDS = 60.0
 _LONG_DEAD_SECONDS = 3600.0
-"""Beyond any difference of clocks: such a lease needs no watching."""
-_ALIVE = float("inf")
+"""Beyond any difference of clocks: what has not been touched for so long needs no watching."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +53,18 @@ class Holder:
 
 
 class Held(Exception):
-    """Another holds the folder; `str` says who, as far as is known."""
+    """Another holds the folder; `str` says who."""
 
 
 def holder_of(run_dir: Path) -> Holder | None:
     """Who trains in this folder now. None: nobody, or a process of another machine without a sign of life for STALE_SECONDS."""
-    lease = _newest_lease(Path(run_dir))
-    if lease is None or lease.holder is None or lease.released:
+    lock = _newest_lock(Path(run_dir))
+    if lock is None:
         return None
-    alive = lease.holder.is_alive()
+    alive = lock.is_held()
     if alive is None:
-        alive = _age(lease) < STALE_SECONDS
-    return lease.holder if alive else None
+        alive = time.time() - lock.touched_ns / 1e9 < STALE_SECONDS
+    return lock.holder if alive else None
 
 
 class FolderLock:
@@ -88,21 +78,16 @@ class FolderLock:
         renew_seconds: float = RENEW_SECONDS,
         stale_seconds: float = STALE_SECONDS,
     ):
-        """Take the folder, if need be after waiting until a silent holder's lease is stale, which `say` says.
+        """Take the folder, if need be after waiting to see that a holder on another machine is dead, which `say` says.
 
-        Raises Held if its holder is alive or keeps its flock, OSError if nothing can be written there. `lost` is called, in a thread, with
-        one sentence if another takes the folder over.
+        Raises Held if its holder is alive, OSError if nothing can be written there. `lost` is called, in a thread, with one sentence if
+        another takes the folder over.
         """
         self.folder, self.renew_seconds, self.stale_seconds = folder, renew_seconds, stale_seconds
         self._say, self._lost, self._holder = say, lost, Holder.this_process()
-        self._file = open(folder / ".lock", "a")
-        try:
-            self.number = self._acquire()
-        except BaseException:
-            self._file.close()
-            raise
+        self.number = self._acquire()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="run folder lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="run folder lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -111,70 +96,44 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if self._lost_to() is None:
                 self._write(os.O_CREAT | os.O_TRUNC, released=True)
-        self._file.close()
 
     def _acquire(self) -> int:
-        first, began, said = None, time.monotonic(), False
+        watched, since = None, 0.0
         while True:
-            in_the_way = not self._flock()
-            lease = _newest_lease(self.folder)
-            if (lease and lease.number) != (first and first.number):
-                first, began = lease, time.monotonic()
-            waited = time.monotonic() - began
-            left = self._stands_for(lease, first, waited)
-            if in_the_way and lease is None:  # whoever has the flock is just about to say who it is
-                left = 2 * self.renew_seconds - waited
-            elif in_the_way:  # it lives, or the file server does not know yet that its node is dead: never taken, but waited for
-                left = max(left, self.stale_seconds + 3 * self.renew_seconds - waited)
-            elif left <= 0:
-                number = 1 if lease is None else lease.number + 1
-                if self._create(number):
-                    return number
-                continue
-            if left == _ALIVE or left <= 0:
-                raise Held("" if lease is None or lease.holder is None else str(lease.holder))
-            if not said and waited > min(2.0, self.renew_seconds):
-                said = True
-                who = "another process" if lease is None or lease.holder is None else lease.holder
-                self._say(f"waiting    for the run folder: {who} has it and shows no sign of life; for {left:.0f} s more at most")
-            time.sleep(min(self.renew_seconds / 10, 0.5))
+            lock = _newest_lock(self.folder)
+            held = lock is not None and lock.is_held()
+            if held is None:  # not to be known but by watching, with this machine's clock alone
+                if watched is None or lock.number != watched.number:
+                    watched, since = lock, time.monotonic()
+                    if (left := self._standing(lock, 0.0)) > 0:
+                        self._say(f"waiting    for the run folder: looking for {left:.0f} s whether {lock.owner} is alive")
+                held = lock.touched_ns != watched.touched_ns
+                if not held and self._standing(lock, time.monotonic() - since) > 0:
+                    time.sleep(self.renew_seconds / 10)
+                    continue
+            if held:
+                raise Held(lock.owner)
+            if self._create(lock.number + 1 if lock is not None else 1):
+                return self.number
 
-    def _stands_for(self, lease: "_Lease | None", first: "_Lease | None", waited: float) -> float:
-        """Seconds for which the lease must still stand untouched before it may be taken; `first` is the same as it was seen first."""
-        if lease is None or lease.released:
-            return 0
-        alive = lease.holder.is_alive() if lease.holder is not None else None
-        if alive is not None:
-            return _ALIVE if alive else 0
-        if lease.touched != first.touched:
-            return _ALIVE
-        age = _age(lease)
-        if age > _LONG_DEAD_SECONDS:
-            return 0
-        # The server's clock may be the holder's own (Lustre): an old lease is watched for a while too, and one of the future no longer.
-        return max(self.stale_seconds - max(age, waited), 3 * self.renew_seconds - waited)
-
-    def _flock(self) -> bool:
-        """Whether no other process has the flock, as far as this file system has any."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
-        return True
+    def _standing(self, lock: "_Lock", watched_seconds: float) -> float:
+        """Seconds for which an untouched lock of another machine still stands."""
+        long_dead = time.time() - lock.touched_ns / 1e9 > _LONG_DEAD_SECONDS
+        return 0.0 if long_dead else self.stale_seconds - watched_seconds
 
     def _create(self, number: int) -> bool:
-        """Take the lease of this number; False if another was faster."""
+        """Make the lock of this number; False if another was faster."""
         self.number = number
         try:
             self._write(os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
-        if self._lost_to() is not None:  # this number had been taken and given back while this process looked
-            _lease_path(self.folder, number).unlink(missing_ok=True)
+        if self._lost_to() is not None:  # this number had been taken, given back and removed while this process looked
+            _path(self.folder, number).unlink(missing_ok=True)
             return False
         for lower in _numbers(self.folder):
             if lower < number:
-                _lease_path(self.folder, lower).unlink(missing_ok=True)
+                _path(self.folder, lower).unlink(missing_ok=True)
         return True
 
     def _renew(self) -> None:
@@ -183,67 +142,66 @@ class FolderLock:
                 if (other := self._lost_to()) is not None:
                     self._lost(f"run_dir={self.folder}: it was taken over by {other}, while this process showed no sign of life")
                     return
-                os.utime(_lease_path(self.folder, self.number))
+                os.utime(_path(self.folder, self.number))
             except FileNotFoundError:  # removed by a person
                 with contextlib.suppress(OSError):
                     self._write(os.O_CREAT | os.O_EXCL)
             except OSError:
                 pass  # the file system is away for the moment
 
-    def _lost_to(self) -> Holder | str | None:
+    def _lost_to(self) -> str | None:
         """Who has taken the folder over, if someone has."""
-        newest = _newest_lease(self.folder)
-        return None if newest is None or newest.number <= self.number else newest.holder or "another process"
+        newest = _newest_lock(self.folder)
+        return None if newest is None or newest.number <= self.number else newest.owner
 
     def _write(self, flags: int, released: bool = False) -> None:
         content = json.dumps({**asdict(self._holder), "released": released})
-        with open(os.open(_lease_path(self.folder, self.number), os.O_WRONLY | flags, 0o666), "w") as file:
+        with open(os.open(_path(self.folder, self.number), os.O_WRONLY | flags, 0o666), "w") as file:
             file.write(content + "\n")
 
 
 @dataclass(frozen=True)
-class _Lease:
-    path: Path
+class _Lock:
     number: int
-    holder: Holder | None
-    """None: it is being written just now."""
-    released: bool
-    touched: int
-    """In nanoseconds, by whichever clock the file system takes."""
+    touched_ns: int
+    """By whichever clock the file system takes."""
+    holder: Holder | None = None
+    """None: it is being written just now, or its writer died meanwhile."""
+    released: bool = False
+
+    @property
+    def owner(self) -> str:
+        return str(self.holder or "another process")
+
+    def is_held(self) -> bool | None:
+        """None: this machine cannot tell."""
+        if self.released:
+            return False
+        return self.holder.is_alive() if self.holder is not None else None
 
 
-def _lease_path(folder: Path, number: int) -> Path:
-    return folder / f".lease.{number}"
+def _path(folder: Path, number: int) -> Path:
+    return folder / f".lock.{number}"
 
 
 def _numbers(folder: Path) -> list[int]:
-    return [int(path.name[7:]) for path in folder.glob(".lease.*") if path.name[7:].isdigit()]
+    return [int(path.name[6:]) for path in folder.glob(".lock.*") if path.name[6:].isdigit()]
 
 
-def _newest_lease(folder: Path) -> _Lease | None:
+def _newest_lock(folder: Path) -> _Lock | None:
     while numbers := _numbers(folder):
-        path = _lease_path(folder, max(numbers))
+        number = max(numbers)
         try:
-            with open(path) as file:  # opening asks the server anew, where a name alone may be answered from a cache
-                touched, content = os.fstat(file.fileno()).st_mtime_ns, file.read()
+            with open(_path(folder, number)) as file:  # opening asks a file server anew, where a name alone may come from a cache
+                touched_ns, content = os.fstat(file.fileno()).st_mtime_ns, file.read()
         except FileNotFoundError:
             continue  # it has a successor by now
         try:
             facts = json.loads(content)
-            return _Lease(path, max(numbers), Holder(**{key: facts[key] for key in Holder.__annotations__}), facts["released"], touched)
+            return _Lock(number, touched_ns, Holder(**{key: facts[key] for key in Holder.__annotations__}), facts["released"])
         except (ValueError, KeyError, TypeError):
-            return _Lease(path, max(numbers), None, False, touched)
+            return _Lock(number, touched_ns)
     return None
-
-
-def _age(lease: _Lease) -> float:
-    """Seconds since the lease was touched, by the file server's clock."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=lease.path.parent, prefix=".clock.") as file:
-            now = os.fstat(file.fileno()).st_mtime_ns
-    except OSError:  # a folder that this user may only read
-        now = time.time_ns()
-    return (now - lease.touched) / 1e9
 
 
 def _machine() -> str | None:

@@ -19,7 +19,7 @@ from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.config.validate import validate
 from hybrid_megatron.data import Dataset, open_dataset
-from hybrid_megatron.errors import CheckpointError, RunError
+from hybrid_megatron.errors import CheckpointError, RunError, UserError
 from hybrid_megatron.model.accounting import Accounts, account
 from hybrid_megatron.model.kernels import check_kernels
 from hybrid_megatron.model.pattern import plan_layers
@@ -78,7 +78,9 @@ def train(config: RunConfig, stop: StopRequest) -> Outcome:
             newest = store.newest()
             return _stopped_before_a_step(config, console, int(newest.name[5:]) if newest else 0, name)
         with open_run_folder(config, state) as folder:
-            return _run(config, state, folder, store, train_data, valid_data, console, stop, watch, init_from)
+            watch.holding = state.from_rank_0(folder and folder.holding)
+            with watch.failures_told():
+                return _run(config, state, folder, store, train_data, valid_data, console, stop, watch, init_from)
 
 
 def _run(
@@ -93,7 +95,6 @@ def _run(
     watch: Watch,
     init_from: Path | None,
 ) -> Outcome:
-    watch.begin_heartbeat(state.from_rank_0(folder and folder.holding))
     accounts = account(config, plan_layers(config))
     console.describe(state, accounts)
     with state.together():
@@ -135,9 +136,9 @@ def _run(
         tell_end(outcome)
         watch.phase("ending")
     except BaseException as error:
-        watch.failing(error)
         if tracker is not None:
-            folder.event("failed", error=str(error).splitlines()[0] if str(error) else type(error).__name__)
+            if isinstance(error, UserError):
+                folder.event("failed", error=str(error).splitlines()[0])
             tracker.close(exit_code=1)
         raise
     if tracker is not None:
@@ -185,7 +186,7 @@ def _steps(
         last = done == config.num_steps
         if trainer.valid_stream is not None and (last or done % config.validation.interval_steps == 0):
             watch.phase("validation", done)
-            measured = validation_loss(config, trainer.model, trainer.valid_stream, state)
+            measured = validation_loss(config, trainer.model, trainer.valid_stream, state, watch)
             if not math.isfinite(measured):
                 raise _diverged(trainer, accounts, saver, done, f"step {done}: the validation loss is {measured}")
             metrics["validation_loss"] = measured

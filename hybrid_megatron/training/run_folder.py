@@ -4,7 +4,7 @@ config.yaml    the resolved recipe              checkpoints/   step_XXXXXXXX/, s
 metrics.jsonl  one line a step                  wandb/         wandb's own files
 events.jsonl   starts, saves, stops, ...        loss.png       training and validation loss
 RUN_ID         the wandb run id                 logs/          heartbeats/, stacks/, see heartbeat.py, watchdog.py
-.lock .lease.N who holds the folder, see folder_lock.py
+.lock.N        who holds the folder, see folder_lock.py
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from hybrid_megatron.data.datasets import train_fingerprint
 from hybrid_megatron.errors import ConfigError, RunError, UserError
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.folder_lock import FolderLock, Held
+from hybrid_megatron.training.heartbeat import remove_heartbeats
 
 # What may differ when a run is resumed: it changes how the run is computed or watched, not what it computes. Data files are
 # recognised by their contents (checkpoint/), so that a dataset may move.
@@ -39,7 +40,7 @@ class RunFolder:
     """Held by rank 0 alone until it is closed or the process ends; `open_run_folder` opens it."""
 
     def __init__(self, path: Path):
-        """Create the folder or take up the one there, and change nothing else in it. Raises RunError if another run holds it."""
+        """Create the folder or take up the one there, and change nothing in it but heartbeats. Raises RunError if another run holds it."""
         self.path = path
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -47,11 +48,11 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"run_dir={self.path}: cannot write there ({error.strerror}); give another with run_dir=PATH") from None
         except Held as other:
-            who = f" ({other})" if str(other) else ""
             raise RunError(
-                f"run_dir={self.path}: another process is training in this folder{who}; "
+                f"run_dir={self.path}: another process is training in this folder ({other}); "
                 "wait for it, stop it, or give another with run_dir=PATH"
             ) from None
+        remove_heartbeats(self.path)
 
     @property
     def holding(self) -> int:

@@ -124,12 +124,15 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     return math.sqrt(total.item())
 
 
-def validation_loss(config: RunConfig, model: list[DistributedDataParallel], stream: BatchStream, state: ParallelState) -> float:
+def validation_loss(
+    config: RunConfig, model: list[DistributedDataParallel], stream: BatchStream, state: ParallelState, watch: Watch = UNWATCHED
+) -> float:
     """Mean cross entropy, nats a token, over the first `validation.samples` samples."""
     count = min(config.validation.samples, len(stream.dataset))
     batches = list(stream.first_samples(count))
     with _measuring(model):
-        losses = _run_schedule(config, model, ((batch, batch.weights) for batch in batches), len(batches), state, forward_only=True)
+        weighted = ((batch, batch.weights) for batch in watch.micro_batches(iter(batches), "validation", "validation"))
+        losses = _run_schedule(config, model, weighted, len(batches), state, forward_only=True)
     assert losses.tokens == count * config.train.context, f"{losses.tokens} tokens measured in {count} samples"
     return losses.lm_loss
 

@@ -12,20 +12,6 @@ FIRST_START = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 STEP = 6
 
 
-def slow_save() -> None:
-    """Every save takes five seconds more."""
-    from hybrid_megatron.training import loop
-
-    plain = loop.save_checkpoint
-
-    def save_checkpoint(store, name, *arguments):
-        store.begin(name)
-        time.sleep(5)
-        return plain(store, name, *arguments)
-
-    loop.save_checkpoint = save_checkpoint
-
-
 def in_data(act) -> None:
     """The last rank does this while it gets the samples of its seventh step, when it is started for the first time."""
     from hybrid_megatron.data import BatchStream
@@ -49,7 +35,6 @@ def holds_the_interpreter() -> None:
 
 
 HOW = {
-    "slow_save": slow_save,
     "sleeps": lambda: in_data(lambda: time.sleep(1000)),
     "holds_the_interpreter": lambda: in_data(holds_the_interpreter),
     "raises": lambda: in_data(raises),

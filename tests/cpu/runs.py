@@ -243,7 +243,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Every file of a folder with its time of change and contents, but for what says who had the folder and what its ranks did."""
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.match(".lease.*") and path.parent.name != "heartbeats"]
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.match(".lock.*") and path.parent.name != "heartbeats"]
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 

@@ -1,13 +1,10 @@
-"""A run folder has one holder: while it lives nobody else gets it, once it is dead the next one does, whatever the file system can do."""
+"""A run folder has one holder: while it lives nobody else gets it, once it is dead the next one does."""
 
-import errno
-import fcntl
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -26,15 +23,6 @@ LONG = 20.0
 def take(folder: Path, said: list | None = None, lost: list | None = None, stale: float = STALE) -> FolderLock:
     say, tell = ([] if said is None else said).append, ([] if lost is None else lost).append
     return FolderLock(folder, say=say, lost=tell, renew_seconds=RENEW, stale_seconds=stale)
-
-
-def no_locks(monkeypatch) -> None:
-    """A file system without flock."""
-
-    def flock(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
 
 
 def elsewhere(monkeypatch) -> None:
@@ -67,10 +55,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("flock", [True, False])
-def test_a_living_holder_keeps_it_and_is_named(tmp_path, holder, monkeypatch, flock):
-    if not flock:
-        no_locks(monkeypatch)
+def test_a_living_holder_keeps_it_and_is_named(tmp_path, holder):
     began = time.monotonic()
     with pytest.raises(Held) as refused:
         take(tmp_path, stale=LONG)
@@ -80,24 +65,18 @@ def test_a_living_holder_keeps_it_and_is_named(tmp_path, holder, monkeypatch, fl
     assert (found.pid, found.host, found.job) == (holder.pid, os.uname().nodename, "77") and found.is_alive()
 
 
-@pytest.mark.parametrize("flock", [True, False])
-def test_killed_holder_is_succeeded_at_once(tmp_path, holder, monkeypatch, flock):
-    if not flock:
-        no_locks(monkeypatch)
+def test_killed_holder_is_succeeded_at_once(tmp_path, holder):
     holder.kill()
     while holder_of(tmp_path) is not None:  # dying takes its time
         time.sleep(0.01)
     began = time.monotonic()
     take(tmp_path, stale=LONG).release()
     assert time.monotonic() - began < LONG / 2
-    assert [path.name for path in tmp_path.glob(".lease.*")] == [".lease.2"]
+    assert [path.name for path in tmp_path.glob(".lock.*")] == [".lock.2"]
 
 
-@pytest.mark.parametrize("flock", [True, False])
-def test_stopped_holder_keeps_it(tmp_path, holder, monkeypatch, flock):
+def test_stopped_holder_keeps_it(tmp_path, holder):
     """It may go on at any moment."""
-    if not flock:
-        no_locks(monkeypatch)
     holder.send_signal(signal.SIGSTOP)
     time.sleep(1.2 * STALE)
     with pytest.raises(Held):
@@ -111,7 +90,7 @@ def test_released(tmp_path):
         assert holder_of(tmp_path).pid == os.getpid() and lock.number == number
         lock.release()
         assert holder_of(tmp_path) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lease.3", ".lock"]
+    assert [path.name for path in tmp_path.iterdir()] == [".lock.3"]
 
 
 def test_nobody(tmp_path):
@@ -119,8 +98,6 @@ def test_nobody(tmp_path):
 
 
 def test_holder_on_another_machine_that_shows_life(tmp_path, monkeypatch):
-    """Its flock is not seen here."""
-    no_locks(monkeypatch)
     with monkeypatch.context() as there:
         elsewhere(there)
         lock = take(tmp_path)
@@ -142,23 +119,21 @@ def dead_elsewhere(folder: Path, monkeypatch, seconds_ago: float) -> None:
         lock = take(folder)
     lock._over.set()
     lock._thread.join()
-    lock._file.close()
     touched = time.time() - seconds_ago
-    os.utime(folder / f".lease.{lock.number}", (touched, touched))
+    os.utime(folder / f".lock.{lock.number}", (touched, touched))
 
 
 @pytest.mark.parametrize(
     "seconds_ago, least, stale",
     [
-        (0, STALE - 0.1, STALE),
-        (STALE / 2, STALE / 2 - 0.1, STALE),
-        (10 * LONG, 3 * RENEW, LONG),  # perhaps by a clock that is wrong
+        (0, STALE, STALE),
+        (500, STALE, STALE),  # perhaps by a clock that is wrong
+        (-500, STALE, STALE),
         (4000, 0, LONG),  # no clock is so wrong
-        (-500, STALE - 0.1, STALE),  # touched in the future
     ],
 )
 def test_dead_holder_on_another_machine(tmp_path, monkeypatch, seconds_ago, least, stale):
-    """It is waited for until its lease is stale, at most."""
+    """It is watched until it is known to be dead."""
     dead_elsewhere(tmp_path, monkeypatch, seconds_ago)
     began = time.monotonic()
     take(tmp_path, stale=stale).release()
@@ -170,35 +145,23 @@ def test_waiting_is_said(tmp_path, monkeypatch):
     said = []
     take(tmp_path, said).release()
     [line] = said
-    assert line.startswith(f"waiting    for the run folder: process {os.getpid()} on ") and "shows no sign of life; for 1 s more" in line
+    assert line.startswith(f"waiting    for the run folder: looking for 1 s whether process {os.getpid()} on ") and line.endswith(
+        "is alive"
+    )
 
 
 def test_holder_of_another_machine_counts_as_long_as_it_may_live(tmp_path, monkeypatch):
     dead_elsewhere(tmp_path, monkeypatch, folder_lock.STALE_SECONDS - 5)
     assert holder_of(tmp_path) is not None
-    os.utime(tmp_path / ".lease.1", (0, 0))
+    os.utime(tmp_path / ".lock.1", (0, 0))
     assert holder_of(tmp_path) is None
-
-
-def test_kept_flock_of_a_dead_holder(tmp_path, monkeypatch):
-    """As a file server keeps it that has not noticed yet that a node is dead: waited for, and never taken by force."""
-    dead_elsewhere(tmp_path, monkeypatch, 5000)
-    with open(tmp_path / ".lock") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        began = time.monotonic()
-        with pytest.raises(Held):
-            take(tmp_path)
-        assert time.monotonic() - began >= STALE
-        threading.Timer(0.5, other.close).start()
-        take(tmp_path).release()
 
 
 def test_lost_to_another(tmp_path, monkeypatch):
     """It stood still for so long that another took the folder: it hears of it, and does not give back what is not its own."""
     lost = []
-    no_locks(monkeypatch)
     lock = take(tmp_path, lost=lost)
-    (tmp_path / ".lease.2").write_text((tmp_path / ".lease.1").read_text())
+    (tmp_path / ".lock.2").write_text((tmp_path / ".lock.1").read_text())
     until = time.monotonic() + 5
     while not lost and time.monotonic() < until:
         time.sleep(0.01)
@@ -211,7 +174,7 @@ def test_lost_to_another(tmp_path, monkeypatch):
 def test_lease_removed_by_a_person_is_made_again(tmp_path):
     lost = []
     lock = take(tmp_path, lost=lost)
-    (tmp_path / ".lease.1").unlink()
+    (tmp_path / ".lock.1").unlink()
     time.sleep(5 * RENEW)
     assert holder_of(tmp_path).pid == os.getpid() and not lost
     lock.release()
@@ -219,7 +182,7 @@ def test_lease_removed_by_a_person_is_made_again(tmp_path):
 
 def test_half_written_lease_is_waited_for(tmp_path):
     """Its writer may be about to go on, or dead."""
-    (tmp_path / ".lease.7").write_text('{"host": "no')
+    (tmp_path / ".lock.7").write_text('{"host": "no')
     began = time.monotonic()
     lock = take(tmp_path)
     assert time.monotonic() - began >= STALE - 0.1 and lock.number == 8
@@ -230,8 +193,7 @@ RACERS = 4
 
 
 def racer(folder: Path, rounds: int, barrier, won) -> None:
-    """Takes part in a race for each folder; without flock, so that the lease decides alone."""
-    fcntl.flock = lambda *_: None
+    """Takes part in a race for each folder."""
     for number in range(rounds):
         place = folder / str(number)
         barrier.wait()
@@ -279,7 +241,6 @@ def test_takers_that_give_back_at_once_never_overlap(tmp_path, times):
 
 
 def take_often(folder: Path, times: int, inside, overlaps) -> None:
-    fcntl.flock = lambda *_: None
     taken = 0
     while taken < times:
         try:

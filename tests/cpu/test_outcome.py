@@ -45,7 +45,8 @@ def test_crashed(ranks, tiny_data, tmp_path, told):
     ranks.run(1, crashed_in_a_step, words, told, "build_trainer")
     assert not told.exists()
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["start", "saved", "stopped", "start", "failed"]
+    assert [event["event"] for event in events] == ["start", "saved", "stopped", "start", "failed", "failed"]
+    assert events[-1]["error"] == "ZeroDivisionError: a mistake of ours" and events[-1]["where"].endswith("loading after step 0")
 
 
 def crashed_in_a_step(words: list[str], told: Path, where: str = "train_step") -> None:

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
-from tests.cpu.runs import CHECKOUT, Process, checkpoints, computed, train
+from tests.cpu.runs import CHECKOUT, Ended, Process, checkpoints, command, computed, train
 from tests.cpu.tiny import tiny_words
 
 
@@ -68,7 +68,9 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("name, code", [("SIGUSR1", 138), ("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    "name, code", [("SIGUSR1", 138), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("SIGTERM", 143), ("SIGINT", 130)))]
+)
 def test_signal_while_everything_is_imported(tiny_data, tmp_path, name, code):
     """Neither a traceback nor lost: it stops before its first step, and writes nothing into the run folder."""
     told = tmp_path / "outcome"
@@ -97,16 +99,38 @@ def test_signal_while_a_run_is_built(ranks, tiny_data, tmp_path):
     assert checkpoints(run) == ["step_00000003"] and len(computed(run)) == 3
 
 
-@pytest.mark.slow
-def test_terminated_again_and_again_while_it_saves(tiny_data, tmp_path, ranks):
-    """Slurm asks again while the checkpoint is being written: it is written."""
-    run, told = tmp_path / "run", tmp_path / "outcome"
-    words = tiny_words(tiny_data, f"run_dir={run}", "checkpoint.interval_steps=100")
-    process = Process(words, module=("tests.cpu.disturbed", "slow_save"), outcome=told)
-    process.wait_for(lambda: any((run / "checkpoints").glob("*.partial")) or process.signal(signal.SIGUSR1), 60)
-    for _ in range(5):
-        process.signal(signal.SIGTERM)
-        time.sleep(1)
-    ended = process.end()
+def test_terminated_again_and_again_while_it_saves(ranks, tiny_data, tmp_path):
+    """Slurm and torchrun ask again while the checkpoint is being written, in the middle of any system call: it is written."""
+    words, told = tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}"), tmp_path / "outcome"
+    [(ended, sent)] = ranks.run(1, stormy_save, words, told)
+    assert sent > 10
     assert (ended.code, ended.err) == (138, "") and told.read_text() == "stopped SIGUSR1\n"
-    assert checkpoints(run) == [f"step_{len(computed(run)):08d}"]
+    assert checkpoints(tmp_path / "run") == ["step_00000002"]
+    assert train(ranks, 1, words).code == 0
+
+
+def stormy_save(words: list[str], told: Path) -> tuple[Ended, int]:
+    """Stopped in its second step, and signalled every millisecond from the beginning to the end of the save; with how many were sent."""
+    import threading
+    import unittest.mock
+
+    from hybrid_megatron.training import loop
+
+    plain, over, sent = loop._save, threading.Event(), []
+
+    def storm():
+        while not over.wait(0.001):
+            os.kill(os.getpid(), signal.SIGTERM)
+            sent.append(signal.SIGTERM)
+
+    def save(*arguments, **more):
+        thread = threading.Thread(target=storm)
+        thread.start()
+        try:
+            return plain(*arguments, **more)
+        finally:
+            over.set()
+            thread.join()
+
+    with unittest.mock.patch.object(loop, "_save", save):
+        return command(words, stop=(2, 0, "SIGUSR1"), outcome=told), len(sent)
