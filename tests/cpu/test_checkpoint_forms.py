@@ -13,11 +13,13 @@ from tests.cpu.tiny import tiny_words
 
 HERE = {"one process": (1, [])} | LAYOUTS
 HH = "pattern=[{heads: [{mixer: gdn, share: 3}, {mixer: attention, position: nope}]}]"
+HALF_HH = "pattern=[{heads: [{mixer: gdn, share: 1}, {mixer: attention, position: nope, share: 1}]}]"
 ONE_GDN = "pattern=[{mixer: attention, position: rope, repeat: 3}, {mixer: gdn}]"
 # Of float32 decays beside bfloat16 norms; with one GDN layer of few heads their buffer is so small that a quarter holds padding alone.
 MODELS = {
     "LH, bf16": ["train.precision=bf16"],
     "HH, bf16": [HH, "train.precision=bf16", "model.num_kv_heads=4"],
+    "half HH, bf16": [HALF_HH, "train.precision=bf16", "model.num_kv_heads=4"],
     "one GDN, bf16": [ONE_GDN, "train.precision=bf16"],
     "odd sizes": ["model.ffn_size=46", "model.vocab_size=259"],
 }
@@ -47,7 +49,7 @@ MOVES = [
     ("odd sizes", "one process", ["data 2"]),
     ("LH, bf16", "context 2", ["one process"]),
     ("LH, bf16", "pipeline 2", ["pipeline 2, data 2"]),
-    ("HH, bf16", "tensor 2 + sequence", ["tensor 2 + sequence, data 2"]),
+    ("half HH, bf16", "tensor 2 + sequence", ["tensor 2 + sequence, data 2"]),
 ]
 
 
