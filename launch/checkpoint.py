@@ -71,6 +71,8 @@ def _verify(settings: argparse.Namespace) -> None:
     chosen = [named(settings.run_dir, name) for name in settings.names]
     if not chosen:
         chosen = [entry.path for entry in entries(settings.run_dir) if entry.status not in ("unfinished", "damaged")]
+    if not chosen:
+        print("there is no checkpoint to verify")
     found = []
     for path in chosen:
         wrong = problems(path)

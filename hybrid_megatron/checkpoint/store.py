@@ -61,10 +61,11 @@ class CheckpointStore:
         for path in (*partial.iterdir(), partial):
             _fsync(path)
         final = partial.with_suffix("")
-        if final.exists():  # the same step saved before, by a run that was then set back
-            self.discard(self._leaving(final))
+        before = self._leaving(final) if final.exists() else None  # of the same step, by a run that was then set back
         partial.rename(final)
         _fsync(self.path)
+        if before is not None:
+            self.discard(before)
         return final
 
     def discard(self, partial: Path) -> None:

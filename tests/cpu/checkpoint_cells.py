@@ -17,8 +17,10 @@ from hybrid_megatron.checkpoint.saver import Saver
 from hybrid_megatron.checkpoint.sizes import gather_bytes
 from hybrid_megatron.checkpoint.store import CheckpointStore, Progress
 from hybrid_megatron.config import RunConfig, load_recipe
+from hybrid_megatron.config.validate import validate
 from hybrid_megatron.data import open_dataset
 from hybrid_megatron.parallel import ParallelState, start
+from hybrid_megatron.parallel.state import world_size
 from hybrid_megatron.training.build import Trainer, build_trainer
 from hybrid_megatron.training.optimizer import set_hyperparameters
 from hybrid_megatron.training.stability import Stability
@@ -30,6 +32,7 @@ from tests.cpu.runs import Ended, command
 @contextlib.contextmanager
 def _trainer(words: list[str]) -> Iterator[tuple[RunConfig, ParallelState, Trainer]]:
     config = load_recipe(words)
+    validate(config, world_size())
     platform.select_device()
     with start(config.parallel, config.seed) as state:
         yield config, state, build_trainer(config, state, open_dataset(config, "train"), None)

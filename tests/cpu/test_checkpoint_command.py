@@ -82,6 +82,8 @@ def test_verify(run):
     assert "step_00000004: 2 of its files damaged" in ended.out and "step_00000005: whole" in ended.out
     assert command("verify", run, "step_00000005", "step_00000010").code == 0
     assert command("verify", run, "step_00000004").code == 2
+    (run / "empty/checkpoints").mkdir(parents=True)
+    assert command("verify", run / "empty").out == "there is no checkpoint to verify\n"
     ended = command("verify", run, "step_00000099")
     assert ended.code == 2 and "there is no such checkpoint; the run has step_00000002, step_00000003" in ended.errors[0]
 

@@ -56,7 +56,7 @@ def test_a_system_that_does_not_tell(tmp_path):
     assert available_host_memory(tmp_path) is None
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_where_memory_is_short_training_waits_and_saves_what_it_can(ranks, tiny_data, tmp_path, size):
     """Rolling in place of permanent, at once in place of beside training; said once each, and the run goes on as any other."""
     plenty, little = tmp_path / "plenty", tmp_path / "little"
@@ -80,7 +80,7 @@ def test_where_memory_is_short_training_waits_and_saves_what_it_can(ranks, tiny_
     assert "complete   this run has done all its 6 steps" in train(ranks, size, [*words, f"run_dir={little}"]).out
 
 
-@pytest.mark.parametrize("size, layout", [(1, []), (2, []), (2, ["parallel.tensor=2"])])
+@pytest.mark.parametrize("size, layout", [(1, []), (2, ["parallel.tensor=2"])])
 def test_memory_of_gathering(ranks, tiny_data, size, layout):
     """Never more than is asked for, and not much less."""
     words = tiny_words(tiny_data, "run_dir=unused", "train.precision=bf16", *layout)

@@ -29,7 +29,7 @@ def test_what_is_due(tiny_data):
         assert _due(config, step, signal.SIGTERM) == _due(config, step, signal.SIGUSR1) == "rolling"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_retention_keeps_permanent_ones_and_the_newest(ranks, tiny_data, tmp_path, size):
     run = tmp_path / "run"
     words = tiny_words(
@@ -53,7 +53,7 @@ def test_retention_keeps_permanent_ones_and_the_newest(ranks, tiny_data, tmp_pat
     assert (progress.step, progress.tokens, progress.layout["data"]) == (12, 6144, size)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_save_slower_than_the_interval_is_waited_for(ranks, tiny_data, tmp_path, size):
     """Never two at once, and it is said."""
     run = tmp_path / "run"
@@ -87,6 +87,7 @@ def test_training_does_not_wait_for_the_disk(ranks, tiny_data, tmp_path):
         assert last["stall_seconds"] > 0.8 * last["seconds"]
 
 
+@pytest.mark.slow
 def test_killed_while_it_trains_and_writes(ranks, tiny_data, tmp_path):
     """kill -9 two steps after a save began: the half-written one is left over, is not taken for whole, and goes."""
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
