@@ -55,7 +55,7 @@ class Decision:
         return found if self.update else found | {"skipped": 1}
 
 
-class Watch:
+class RecentValues:
     """The last values of one quantity, and the bound above which the next one is a spike."""
 
     def __init__(self, window: int, sigmas: float):
@@ -92,7 +92,7 @@ class Stability:
     def __init__(self, config: RunConfig, memory: Memory = _NOTHING):
         self.settings = config.stability
         self.left_out = _joined(config.stability.skip_steps)
-        self.loss, self.grad_norm = (Watch(self.settings.window, self.settings.sigmas) for _ in range(2))
+        self.loss, self.grad_norm = (RecentValues(self.settings.window, self.settings.sigmas) for _ in range(2))
         for loss, grad_norm in memory.values:
             self._remember(loss, grad_norm)
         self.skipped = memory.skipped
@@ -146,7 +146,7 @@ class Stability:
         said = f"the gradient norm is {grad_norm} at a loss of {loss:.4f}" if math.isfinite(loss) else f"the loss is {loss}"
         yield Finding("non_finite", self.settings.non_finite, said, {"loss": str(loss), "grad_norm": str(grad_norm)})  # not JSON's numbers
 
-    def _spike(self, kind: str, policy: str, watch: Watch, name: str, said: str, value: float) -> Iterable[Finding]:
+    def _spike(self, kind: str, policy: str, watch: RecentValues, name: str, said: str, value: float) -> Iterable[Finding]:
         if policy == "ignore" or value <= (bound := watch.bound):
             return
         sentence = (

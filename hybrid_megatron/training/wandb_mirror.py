@@ -93,7 +93,10 @@ class WandbMirror:
         try:
             act()
         except Exception as error:  # of wandb's own, of its service process, of the network or the disk
-            warnings.warn(f"wandb failed ({_first_line(error)}), so it has no more of this run; metrics.jsonl has everything")
+            warnings.warn(
+                f"wandb failed ({_first_line(error)}), so it has no more of this run; metrics.jsonl has everything, and the next start or "
+                f"`wandb sync --include-online {self.folder / 'latest-run'}` sends what is missing"
+            )
             self.run = None
 
 

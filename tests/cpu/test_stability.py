@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_megatron.config.validate import validate
 from hybrid_megatron.errors import ConfigError
-from hybrid_megatron.training.stability import Memory, Stability, Watch, recall
+from hybrid_megatron.training.stability import Memory, RecentValues, Stability, recall
 from tests.cpu.runs import checkpoints, computed, contents, equal, tensors, train
 from tests.cpu.stability_cells import judged_on_uneven_ranks, train_disturbed, without_steps
 from tests.cpu.tiny import tiny_config, tiny_words
@@ -50,7 +50,7 @@ def check_same(a: Path, b: Path, step: int = STEPS) -> None:
 @pytest.mark.parametrize("window, count", [(8, 4), (8, 8), (8, 30), (128, 64), (128, 500), (9, 4)])
 def test_bound_is_mean_and_standard_deviations_of_the_window(window, count):
     values = np.random.default_rng(0).normal(3.0, 0.2, count)
-    watch = Watch(window, 6.0)
+    watch = RecentValues(window, 6.0)
     for i, value in enumerate(values):
         kept = values[:i][-window:]
         if len(kept) < window // 2:
