@@ -37,20 +37,19 @@ class Said:
         return verdict
 
 
-def command(words: list[str], per_node: int = 4, environment: dict | None = None, pretend: str = "", size: int | None = None) -> Said:
+def command(words: list[str], per_node: int = 4, environment: dict | None = None, pretend: str = "", believed: int | None = None) -> Said:
     """`python -m launch preflight WORDS` inside a rank.
 
-    `per_node`: ranks r with equal r // per_node are on one node. `size`: number of ranks the job believes in. `pretend`: see `_pretended`.
+    `per_node`: ranks r with equal r // per_node are on one node. `believed`: number of ranks the job believes in. `pretend`: see `_pretended`.
     """
     rank = int(os.environ["RANK"])
     changed = {"SLURMD_NODENAME": f"node{rank // per_node + 1}", "LOCAL_RANK": str(rank % per_node)} | (environment or {})
-    if size is not None:
-        changed["WORLD_SIZE"] = str(size)
+    if believed is not None:
+        changed["WORLD_SIZE"] = str(believed)
     out, err, code = io.StringIO(), io.StringIO(), 0
-    waits = {(run, "AGAIN_SECONDS"): 0.2, (run, "WAIT_SECONDS"): 30.0, (run, "LINK_SECONDS"): 30.0}
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch.dict(os.environ, changed))
-        for (module, name), value in (waits | _pretended(pretend, rank)).items():
+        for (module, name), value in ({(run, "AGAIN_SECONDS"): 0.2} | _pretended(pretend, rank)).items():
             stack.enter_context(unittest.mock.patch.object(module, name, value))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
@@ -79,9 +78,9 @@ def _pretended(what: str, rank: int) -> dict:
     if what == "stays away":
         return {(run, "LINK_SECONDS"): 3.0} | ({(links, "_bus_bandwidth"): lambda *_: time.sleep(8)} if rank == LAST else {})
     if what == "absent":
-        return {(run, "WAIT_SECONDS"): 1.0}
+        return {(run, "WAIT_SECONDS"): 3.0}
     if what == "dies":
-        return {(run, "WAIT_SECONDS"): 1.0} | ({(run, "gather_device"): _dies} if rank == LAST else {})
+        return {(run, "WAIT_SECONDS"): 3.0} | ({(run, "gather_device"): _dies} if rank == LAST else {})
     return {(run, "gather_device"): _broken_driver} if what == "driver" and rank == LAST else {}
 
 
