@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_megatron.errors import DataError
-from hybrid_megatron.preflight import files, links, run
+from hybrid_megatron.preflight import files, links, nodes, run
 from hybrid_megatron.preflight.gpus import Device
 from hybrid_megatron.preflight.speed import Speed
 from launch import preflight as preflight_command
@@ -67,9 +67,11 @@ def _pretended(what: str, rank: int) -> dict:
     speeds = iter([Speed(350.0, 4200.0, 1e9) if rank == LAST else Speed(700.0, 4200.0, 1e9), Speed(700.0, 4200.0, 1e9)])
     if what == "slow":  # verdicts as of GPUs, and one that multiplies at half the others' speed
         speed = next(speeds)
-        return {(run, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: speed}
+        return {(nodes, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: speed}
     if what == "slow once":
-        return {(run, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: next(speeds)}
+        return {(nodes, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: next(speeds)}
+    if what == "half without":  # the second node's GPUs have gone
+        return {(nodes, "gather_device"): lambda _: gpu if rank < 2 else Device("CPU")}
     if what == "driver everywhere":
         return {(run, "gather_speed"): _broken_driver}
     if what.startswith("no data"):
@@ -80,8 +82,8 @@ def _pretended(what: str, rank: int) -> dict:
     if what == "absent":
         return {(run, "WAIT_SECONDS"): 3.0}
     if what == "dies":
-        return {(run, "WAIT_SECONDS"): 3.0} | ({(run, "gather_device"): _dies} if rank == LAST else {})
-    return {(run, "gather_device"): _broken_driver} if what == "driver" and rank == LAST else {}
+        return {(run, "WAIT_SECONDS"): 3.0} | ({(nodes, "gather_device"): _dies} if rank == LAST else {})
+    return {(nodes, "gather_device"): _broken_driver} if what == "driver" and rank == LAST else {}
 
 
 def _no_dataset(config, split):

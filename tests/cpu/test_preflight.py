@@ -82,6 +82,13 @@ def test_a_gpu_that_was_slow_once_is_not_given_up(ranks, words, verdict_files):
     assert not Path(verdict_files["HYBRID_MEGATRON_BAD_NODES"]).exists(), "an earlier preflight's is gone"
 
 
+def test_a_node_whose_gpus_have_gone(ranks, words):
+    """Nothing is measured then: the others would wait for it."""
+    said = preflight(ranks, 4, words, per_node=2, pretend="half without")
+    assert (said.code, said.verdict) == (3, "bad nodes: node2")
+    assert said.lines("bad node")[0].startswith("GPUs: node2 sees 0 GPUs for 2 processes") and "speed" not in said.out
+
+
 # ---- mistakes: exit code 2 -----------------------------------------------------------------------------------------------------
 
 

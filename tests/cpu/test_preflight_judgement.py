@@ -8,9 +8,10 @@ from hybrid_megatron.preflight.folders import Folder, judge_folders, judge_room,
 from hybrid_megatron.preflight.gpus import Device, judge_gpus, judge_memory
 from hybrid_megatron.preflight.job import Job, Member, nodes_of_allocation, nodes_of_silent
 from hybrid_megatron.preflight.links import Links, groups_of, judge_links
+from hybrid_megatron.preflight.nodes import checkpoints_to_come, judge_clocks
 from hybrid_megatron.preflight.recipe import RecipeRead, judge_recipe
 from hybrid_megatron.preflight.report import Finding, Level, Report, odd_ones
-from hybrid_megatron.preflight.run import _twice, checkpoints_to_come, judge_clocks
+from hybrid_megatron.preflight.run import _twice
 from hybrid_megatron.preflight.software import Software, judge_software
 from hybrid_megatron.preflight.speed import LOW, SAME, SLOW, Speed, gather_speed, judge_speed
 from tests.cpu.tiny import tiny_config
@@ -116,7 +117,9 @@ def test_silent_ranks_are_named(tmp_path, monkeypatch):
 def test_recipe(tiny_data):
     two, config = job(2, 1), tiny_config(tiny_data)
     check(judge_recipe(two, [RecipeRead(config)] * 2), Level.FINE)
-    check(judge_recipe(two, [RecipeRead(config), RecipeRead(None, ("no file",))]), Level.BAD_NODE, "not on node2: no file", nodes=("node2",))
+    check(
+        judge_recipe(two, [RecipeRead(config), RecipeRead(None, ("no file",))]), Level.BAD_NODE, "not on node2: no file", nodes=("node2",)
+    )
     check(judge_recipe(two, [RecipeRead(config), RecipeRead(tiny_config(tiny_data, "seed=2"))]), Level.REFUSED, "node2 and node1 read")
     check(judge_recipe(two, [RecipeRead(None, ("mistake",)), RecipeRead(config)]), Level.REFUSED, "mistake")
 
