@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 PAUSES = (0.002, 0.05)
 """Shortest and longest pause in seconds between two looks."""
+_CONNECT_SECONDS = 120.0
+"""Until the process that hosts the store must be there: without torchrun's own it starts with the others."""
 _FAREWELL_SECONDS = 10.0
 
 
@@ -113,7 +115,7 @@ def _exchange(seconds: float) -> Exchange:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent of the first node does
     try:
-        store = dist.TCPStore(host, port, size, is_master=hosts, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+        store = dist.TCPStore(host, port, size, is_master=hosts, timeout=timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False)
     except RuntimeError as error:
         raise OSError(f"rank {rank}: the store at {host}:{port} does not answer ({str(error).splitlines()[0]})") from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,42 +1,20 @@
 """The order of a preflight: who is there, the recipe, what each node finds and sees of the others, the sniff, the verdict."""
 
 import contextlib
-import secrets
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import psutil
 
-from hybrid_megatron.checkpoint.sizes import checkpoint_bytes
-from hybrid_megatron.checkpoint.store import CheckpointStore
-from hybrid_megatron.config.megatron import parameter_dtype
-from hybrid_megatron.config.schema import RunConfig
-from hybrid_megatron.model.accounting import account
-from hybrid_megatron.model.mixers import MIXERS
-from hybrid_megatron.model.pattern import plan_layers
-from hybrid_megatron.planning.layout import Layout
-from hybrid_megatron.planning.memory import peak_memory
 from hybrid_megatron.preflight.exchange import Broken, Exchange, Silent, open_exchange
-from hybrid_megatron.preflight.files import Seen, gather_files, judge_files
-from hybrid_megatron.preflight.folders import (
-    Folder,
-    gather_folders,
-    judge_folders,
-    judge_room,
-    judge_run_folder,
-    look_for,
-    open_run_folder,
-)
-from hybrid_megatron.preflight.gpus import Device, gather_device, judge_gpus, judge_memory
+from hybrid_megatron.preflight.gpus import Device
 from hybrid_megatron.preflight.job import Job, nodes_of_allocation, nodes_of_silent, this_member
 from hybrid_megatron.preflight.links import judge_links, measure_links
+from hybrid_megatron.preflight.nodes import look_at_nodes
 from hybrid_megatron.preflight.recipe import judge_recipe, read_recipe
 from hybrid_megatron.preflight.report import Finding, Level, Report, bad_nodes, named
-from hybrid_megatron.preflight.software import Software, gather_software, judge_software
 from hybrid_megatron.preflight.speed import gather_speed, judge_speed
 
 WAIT_SECONDS = 120.0
@@ -46,8 +24,6 @@ LINK_SECONDS = 60.0
 AGAIN_SECONDS = 10.0
 """How long after a node was found bad it is looked at again: a process of the job before takes so long to leave a GPU, a network file
 system to see what was written elsewhere, another job's burst on the network to pass."""
-MOST_APART = 2.0
-"""Seconds by which clocks may differ: far above what this measurement is wrong by, and what times in logs of two nodes may be."""
 
 
 def preflight(words: list[str], tell: Callable[[Report], None]) -> Report:
@@ -83,9 +59,9 @@ def _examine(words: list[str], exchange: Exchange, report: Report, watch: "_Stop
     if report.level > Level.WARNING:
         return
     devices: list[Device] = []
-    report.findings += _twice(report, lambda: _look_at_nodes(words, read[exchange.rank].config, exchange, job, devices))
+    report.findings += _twice(report, lambda: look_at_nodes(words, read[exchange.rank].config, exchange, job, devices))
     watch.note("nodes")
-    if report.level == Level.REFUSED or not all(device.name for device in devices):
+    if report.level == Level.REFUSED or not all(device.name for device in devices) or len({device.is_cuda for device in devices}) > 1:
         return
     report.findings += _twice(report, lambda: judge_speed(job, devices, exchange.of_all("speed", gather_speed)))
     watch.note("speed")
@@ -110,73 +86,6 @@ def _twice(report: Report, look: Callable[[], list[Finding]]) -> list[Finding]:
             found = f"{finding.found}; not so {AGAIN_SECONDS:.0f} s later"
             findings.append(replace(finding, level=Level.WARNING, found=found, nodes=()))
     return findings
-
-
-@dataclass(frozen=True)
-class _NodeFacts:
-    """What the first rank of a node finds out for all of it."""
-
-    software: Software
-    folders: dict[str, Folder]
-    files: dict[str, Seen]
-    run_folder: Folder
-    steps: list[int]
-    """Of the run's own checkpoints."""
-
-
-def _look_at_nodes(words: list[str], config: RunConfig, exchange: Exchange, job: Job, devices: list[Device]) -> list[Finding]:
-    """Everything but speed. Fills `devices`, by rank."""
-    plan = plan_layers(config)
-    needs_fla = any(MIXERS[group.mixer].needs_fla for layer in plan.layers for group in layer.groups)
-    member = job.members[exchange.rank]
-    devices[:] = exchange.of_all("GPUs", lambda: gather_device(member.local_rank))
-    findings = judge_gpus(job, devices)
-    if all(device.is_cuda for device in devices):
-        findings += judge_memory(job, devices, peak_memory(Layout(config, plan, job.size)))
-
-    [token, *_] = exchange.of_all("token", lambda: secrets.token_hex(4))
-    with contextlib.ExitStack() as stack:
-
-        def gather() -> _NodeFacts | None:
-            if not job.leads(exchange.rank):
-                return None
-            run_folder = stack.enter_context(open_run_folder(Path(config.run_dir), token, member.node))
-            steps = [int(path.name[5:]) for path in CheckpointStore(Path(config.run_dir)).complete()]
-            return _NodeFacts(gather_software(needs_fla), gather_folders(), gather_files(config, words), run_folder, steps)
-
-        facts: dict[str, _NodeFacts] = job.of_nodes(exchange.of_all("software, folders and data", gather))
-        files = {node: each.run_folder.file for node, each in facts.items() if not each.run_folder.problem}
-        unseen = exchange.of_all("files of other nodes", lambda: look_for(files) if member.node in files and job.leads(member.rank) else [])
-    clocks = exchange.of_all("clocks", time.time)  # all come from the line before it at the same moment
-
-    cuda = any(device.is_cuda for device in devices)
-    findings += judge_software({node: each.software for node, each in facts.items()}, cuda)
-    findings += judge_folders({node: each.folders for node, each in facts.items()}, cuda)
-    for setting in facts[job.nodes[0]].files:
-        findings += judge_files(setting, {node: each.files[setting] for node, each in facts.items()})
-    findings += judge_run_folder(config.run_dir, {node: each.run_folder for node, each in facts.items()}, job.of_nodes(unseen))
-    one = checkpoint_bytes(account(config, plan).total_params, parameter_dtype(config).itemsize)
-    findings += judge_room(facts[job.nodes[0]].run_folder, one, *checkpoints_to_come(config, facts[job.nodes[0]].steps))
-    return findings + judge_clocks(job.of_nodes(clocks))
-
-
-def checkpoints_to_come(config: RunConfig, steps: list[int]) -> tuple[int, int]:
-    """How many rolling ones must still fit at once (`keep_last` and the one being written), and how many will stay for ever, of a run that
-    has checkpoints of these steps."""
-    interval = getattr(config.checkpoint, "permanent_interval_steps", None)
-    done = max(steps, default=0)
-    permanent = config.num_steps // interval - done // interval if interval else 0
-    return max(1, config.checkpoint.keep_last + 1 - len(steps)), permanent
-
-
-def judge_clocks(seconds: dict[str, float]) -> list[Finding]:
-    """`seconds`: each node's clock at one moment, give or take the tenth of a second that ranks leave an exchange apart."""
-    middle = statistics.median_low(seconds.values())
-    apart = {node: each - middle for node, each in seconds.items() if abs(each - middle) > MOST_APART}
-    if apart:
-        told = ", ".join(f"{node}'s is off by {each:+.1f} s" for node, each in apart.items())
-        return [Finding("clocks", Level.WARNING, f"{told}, so times in logs cannot be compared; its time service wants a look")]
-    return [Finding("clocks", Level.FINE, f"within {max(seconds.values()) - min(seconds.values()):.1f} s of each other")]
 
 
 def _look_at_links(exchange: Exchange, job: Job, device: str, report: Report) -> list[Finding]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_megatron.errors import DataError
-from hybrid_megatron.preflight import files, links, run
+from hybrid_megatron.preflight import files, links, nodes, run
 from hybrid_megatron.preflight.gpus import Device
 from hybrid_megatron.preflight.speed import Speed
 from launch import preflight as preflight_command
@@ -37,20 +37,19 @@ class Said:
         return verdict
 
 
-def command(words: list[str], per_node: int = 4, environment: dict | None = None, pretend: str = "", size: int | None = None) -> Said:
+def command(words: list[str], per_node: int = 4, environment: dict | None = None, pretend: str = "", believed: int | None = None) -> Said:
     """`python -m launch preflight WORDS` inside a rank.
 
-    `per_node`: ranks r with equal r // per_node are on one node. `size`: number of ranks the job believes in. `pretend`: see `_pretended`.
+    `per_node`: ranks r with equal r // per_node are on one node. `believed`: number of ranks the job believes in. `pretend`: see `_pretended`.
     """
     rank = int(os.environ["RANK"])
     changed = {"SLURMD_NODENAME": f"node{rank // per_node + 1}", "LOCAL_RANK": str(rank % per_node)} | (environment or {})
-    if size is not None:
-        changed["WORLD_SIZE"] = str(size)
+    if believed is not None:
+        changed["WORLD_SIZE"] = str(believed)
     out, err, code = io.StringIO(), io.StringIO(), 0
-    waits = {(run, "AGAIN_SECONDS"): 0.2, (run, "WAIT_SECONDS"): 30.0, (run, "LINK_SECONDS"): 30.0}
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch.dict(os.environ, changed))
-        for (module, name), value in (waits | _pretended(pretend, rank)).items():
+        for (module, name), value in ({(run, "AGAIN_SECONDS"): 0.2} | _pretended(pretend, rank)).items():
             stack.enter_context(unittest.mock.patch.object(module, name, value))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
@@ -68,9 +67,11 @@ def _pretended(what: str, rank: int) -> dict:
     speeds = iter([Speed(350.0, 4200.0, 1e9) if rank == LAST else Speed(700.0, 4200.0, 1e9), Speed(700.0, 4200.0, 1e9)])
     if what == "slow":  # verdicts as of GPUs, and one that multiplies at half the others' speed
         speed = next(speeds)
-        return {(run, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: speed}
+        return {(nodes, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: speed}
     if what == "slow once":
-        return {(run, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: next(speeds)}
+        return {(nodes, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: next(speeds)}
+    if what == "half without":  # the second node's GPUs have gone
+        return {(nodes, "gather_device"): lambda _: gpu if rank < 2 else Device("CPU")}
     if what == "driver everywhere":
         return {(run, "gather_speed"): _broken_driver}
     if what.startswith("no data"):
@@ -79,10 +80,10 @@ def _pretended(what: str, rank: int) -> dict:
     if what == "stays away":
         return {(run, "LINK_SECONDS"): 3.0} | ({(links, "_bus_bandwidth"): lambda *_: time.sleep(8)} if rank == LAST else {})
     if what == "absent":
-        return {(run, "WAIT_SECONDS"): 1.0}
+        return {(run, "WAIT_SECONDS"): 3.0}
     if what == "dies":
-        return {(run, "WAIT_SECONDS"): 1.0} | ({(run, "gather_device"): _dies} if rank == LAST else {})
-    return {(run, "gather_device"): _broken_driver} if what == "driver" and rank == LAST else {}
+        return {(run, "WAIT_SECONDS"): 3.0} | ({(nodes, "gather_device"): _dies} if rank == LAST else {})
+    return {(nodes, "gather_device"): _broken_driver} if what == "driver" and rank == LAST else {}
 
 
 def _no_dataset(config, split):
