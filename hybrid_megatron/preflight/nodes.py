@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_megatron.checkpoint.save_load import checkpoint_bytes
+from hybrid_megatron.checkpoint.sizes import checkpoint_bytes
 from hybrid_megatron.checkpoint.store import CheckpointStore
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig

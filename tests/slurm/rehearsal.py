@@ -1,7 +1,7 @@
 """`make slurm-rehearsal`: what a job lives through on a cluster, on this machine and in minutes.
 
-Starts a cluster of three nodes, submits a recipe to two of them with a plain sbatch, powers one off, lets the time limit strike, and compares
-every loss of the run that all of this happened to with a run that nothing disturbed. Leaves the run folder in runs/slurm_rehearsal.
+Starts a cluster of three nodes, submits a recipe to two of them with a plain sbatch, powers one off, lets the time limit strike, and
+compares every loss of the run that all of this happened to with a run that nothing disturbed. Leaves all in runs/slurm_rehearsal.
 """
 
 import json
