@@ -20,9 +20,8 @@ def test_soak(training, tiny_data, tmp_path, capsys):
     soak.run(KILLS)
     resumed = [event["step"] for event in run.events("start")]
     lost = [kill.lost for kill in soak.kills]
-    say(
-        f"kills {len(soak.kills)}, starts {len(resumed)}, jobs {len(soak.jobs)}; steps lost a kill: {sum(lost) / len(lost):.1f}, at most {max(lost)}"
-    )
+    mean = sum(lost) / len(lost)
+    say(f"{len(lost)} kills, {len(resumed)} starts, {len(soak.jobs)} jobs; steps lost a kill: {mean:.1f}, at most {max(lost)}")
     assert resumed == sorted(resumed), "no start goes back behind an earlier one"
     assert set(resumed) <= {0, *(kill.kept for kill in soak.kills)}, "each from the newest whole checkpoint"
     assert max(lost) <= 2 * INTERVAL, "one interval, and one more while its checkpoint is still being written"
