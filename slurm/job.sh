@@ -19,6 +19,9 @@ end() { # end CODE SENTENCE
 }
 
 run_job() {
+    asked="" step=""
+    trap 'asked=USR1' USR1
+    trap 'end 1 "cancelled before it began"' USR2
     prepare "$@"
     trap 'ask USR1' USR1                             # --signal in the template: the time limit is near
     trap 'touch "$JOB_DIR/cancelled"; ask USR2' USR2 # launch cancel
@@ -33,7 +36,7 @@ run_job() {
 
 prepare() {
     (($#)) || end 2 "no recipe given: sbatch slurm/TEMPLATE.sbatch RECIPE [a.b=c ...]"
-    recipe=("$@") asked="" step="" SRUN_OPTIONS=() CONTAINER=()
+    recipe=("$@") SRUN_OPTIONS=() CONTAINER=()
     local settings=${HYBRID_MEGATRON_CLUSTER:-slurm/cluster.env}
     # shellcheck source=/dev/null
     [[ ! -e $settings ]] || source "$settings"

@@ -6,7 +6,7 @@ from pathlib import Path
 from hybrid_megatron.checkpoint.store import CheckpointStore, read_progress
 from hybrid_megatron.config import RunConfig, load_recipe, save_config
 from hybrid_megatron.data import open_dataset
-from hybrid_megatron.errors import ConfigError, NoIndexMaps, RunError
+from hybrid_megatron.errors import CheckpointError, ConfigError, NoIndexMaps, RunError
 from hybrid_megatron.planning.plan import all_problems, invalid, make_plan
 from hybrid_megatron.slurm.jobs import RECIPE, active_jobs
 from hybrid_megatron.training.run_folder import check_same_run
@@ -41,7 +41,10 @@ def check(config: RunConfig, words: list[str], gpus: int) -> dict:
 
 def is_complete(config: RunConfig) -> bool:
     newest = CheckpointStore(config.run_dir).newest()
-    return newest is not None and read_progress(newest).step >= config.num_steps
+    try:
+        return newest is not None and read_progress(newest).step >= config.num_steps
+    except CheckpointError:  # a damaged one, which training passes over
+        return False
 
 
 def check_free(run_dir: Path) -> None:

@@ -58,7 +58,10 @@ def test_a_chain_of_stages(training, undisturbed):
     ended = run.launch("submit", *run.words, "--then", *words, *SMALL)
     run.job, after = submitted(ended.stdout)
     assert f"after job {run.job} is complete" in ended.stdout
-    assert run.cluster.state(after) == "PENDING"
+    run.wait_for_steps(15)
+    run.cluster.run("scancel", "--batch", "--signal=USR1", run.job)
+    run.wait_until(lambda: len(run.events("start")) == 2, "the first stage is requeued and goes on")
+    assert run.cluster.state(after) == "PENDING", "a requeue is no completion"
     run.end()
     run.check_complete(undisturbed(1))
     first_id = (run.run / "RUN_ID").read_text()
