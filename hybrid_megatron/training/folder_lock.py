@@ -103,10 +103,10 @@ class FolderLock:
             lock = _newest_lock(self.folder)
             held = lock is not None and lock.is_held()
             if held is None:  # not to be known but by watching, with this machine's clock alone
-                if watched is None or lock.number != watched.number:
+                if watched is None and (left := self._standing(lock, 0.0)) > 0:
+                    self._say(f"waiting    for the run folder: looking for {left:.0f} s whether {lock.owner} is alive")
+                if watched is None or lock.number != watched.number or (lock != watched and self._was_this_job(lock)):
                     watched, since = lock, time.monotonic()
-                    if (left := self._standing(lock, 0.0)) > 0:
-                        self._say(f"waiting    for the run folder: looking for {left:.0f} s whether {lock.owner} is alive")
                 held = lock.touched_ns != watched.touched_ns
                 if not held and self._standing(lock, time.monotonic() - since) > 0:
                     time.sleep(self.renew_seconds / 10)
@@ -115,6 +115,10 @@ class FolderLock:
                 raise Held(lock.owner)
             if self._create(lock.number + 1 if lock is not None else 1):
                 return self.number
+
+    def _was_this_job(self, lock: "_Lock") -> bool:
+        """Whether an earlier start of this Slurm job holds it: on a node that Slurm gave up it may go on for a while, and is waited for."""
+        return lock.holder is not None and lock.holder.job is not None and lock.holder.job == self._holder.job
 
     def _standing(self, lock: "_Lock", watched_seconds: float) -> float:
         """Seconds for which an untouched lock of another machine still stands."""

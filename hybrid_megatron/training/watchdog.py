@@ -182,9 +182,7 @@ class _Guard(threading.Thread):
             if self.watch.place is not seen:
                 seen, still = self.watch.place, 0.0
             else:
-                still += min(
-                    passed, 2 * _TICK_SECONDS
-                )  # the rest is time in which this process stood still itself: Ctrl-Z, a suspended job
+                still += min(passed, 2 * _TICK_SECONDS)  # beyond that this process itself was stopped: Ctrl-Z, a suspended job
             name = "step_seconds" if self.watch.warm else "first_step_seconds"
             limit = getattr(self.settings, name)
             if self.watch.given_up or still > limit:
@@ -206,9 +204,7 @@ class _Guard(threading.Thread):
             _say(f"hang       rank {global_rank()} on {socket.gethostname()}, {place}: {why}; it ends. Its stacks are in {stacks}")
         elif why is not None and watch.give_up():
             _tell_hang(watch, why, stacks.parent)
-        elif self.over.wait(
-            _REPORT_SECONDS + PERIOD_SECONDS
-        ):  # srun and torchrun end all with the first, and the one that speaks must come before
+        elif self.over.wait(_REPORT_SECONDS + PERIOD_SECONDS):  # torchrun and srun end all with the first; who speaks must come before
             return
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""python -m tests.cpu.disturbed HOW WORDS: `launch train WORDS` with something that goes wrong in one rank, once."""
+"""python -m tests.cpu.disturbed HOW WORDS: `launch train WORDS` with something that goes wrong in the last rank."""
 
 import ctypes
 import os
@@ -8,18 +8,17 @@ import time
 from launch.train import main
 
 LAST_RANK = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
-FIRST_START = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 STEP = 6
 
 
 def in_data(act) -> None:
-    """The last rank does this while it gets the samples of its seventh step, when it is started for the first time."""
+    """The last rank does this while it gets the samples of its seventh step."""
     from hybrid_megatron.data import BatchStream
 
     plain = BatchStream.step
 
     def step(stream, number):
-        if number == STEP and LAST_RANK and FIRST_START:
+        if number == STEP and LAST_RANK:
             act()
         yield from plain(stream, number)
 

@@ -151,7 +151,7 @@ def _files_at_most(limit: int | None) -> Iterator[None]:
 class Process:
     """`python -m launch train WORDS` as a person starts it; through torchrun where there are several processes.
 
-    `module` is what is run instead of launch train; `torchrun` more of its options; `outcome` the file that is told how it ends; `ignoring`
+    `module` is what is run instead of launch train; `outcome` the file that is told how it ends; `ignoring`
     starts it as a batch script does that ignores the signals meant for it.
     """
 
@@ -160,13 +160,12 @@ class Process:
         words: list[str],
         processes: int = 1,
         module: tuple[str, ...] = ("launch", "train"),
-        torchrun: tuple[str, ...] = (),
         outcome: Path | None = None,
         ignoring: bool = False,
     ):
         python = [sys.executable, "-m"]
         if processes > 1:
-            python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *torchrun, "-m"]
+            python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
@@ -183,7 +182,7 @@ class Process:
             preexec_fn=_ignore if ignoring else None,
         )
 
-    def wait_for(self, happened: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, happened: Callable[[], bool], seconds: float = 300) -> None:
         """Until `happened()`; fails if the process ends before."""
         end = time.monotonic() + seconds
         while not happened():
@@ -198,7 +197,7 @@ class Process:
         """To the process and its children, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, number)
 
-    def end(self, seconds: float = 120) -> Ended:
+    def end(self, seconds: float = 600) -> Ended:
         try:
             out, err = self.process.communicate(timeout=seconds)
         finally:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,10 +15,8 @@ from hybrid_megatron.training import folder_lock
 from hybrid_megatron.training.folder_lock import FolderLock, Held, holder_of
 
 RENEW, STALE = 0.1, 1.0
-
-
 LONG = 20.0
-"""Before a lease is stale, where nothing is to be waited for, however busy the machine."""
+"""Before a lock is stale, where nothing is to be waited for, however busy the machine."""
 
 
 def take(folder: Path, said: list | None = None, lost: list | None = None, stale: float = STALE) -> FolderLock:
@@ -106,10 +105,22 @@ def test_holder_on_another_machine_that_shows_life(tmp_path, monkeypatch):
         began = time.monotonic()
         with pytest.raises(Held):
             take(tmp_path, stale=LONG)
-        assert time.monotonic() - began < LONG / 2, "seen alive before its lease could be stale"
+        assert time.monotonic() - began < LONG / 2, "seen alive before its lock could be stale"
     finally:
         lock.release()
     take(tmp_path).release()
+
+
+def test_earlier_start_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
+    """Slurm gave its node up and started the job again, but the node still lives."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    with monkeypatch.context() as there:
+        elsewhere(there)
+        lock = take(tmp_path)
+    threading.Timer(2 * STALE, lock.release).start()
+    began = time.monotonic()
+    take(tmp_path, stale=LONG).release()
+    assert 2 * STALE <= time.monotonic() - began < LONG
 
 
 def dead_elsewhere(folder: Path, monkeypatch, seconds_ago: float) -> None:

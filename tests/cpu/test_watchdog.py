@@ -222,24 +222,24 @@ def test_timeouts_follow_the_watchdog(tiny_data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, where", [("sleeps", "in sleep"), ("holds_the_interpreter", "no sign of life for")])
-def test_hanging_process_is_started_again(tiny_data, tmp_path, how, where):
-    """Through torchrun, which starts all again once: the run ends complete, each step computed as ever."""
+def test_hanging_process_ends_and_is_started_again(ranks, tiny_data, tmp_path, how, where):
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "checkpoint.interval_steps=4", "watchdog.step_seconds=15")
-    ended = Process([how, *words], processes=2, module=("tests.cpu.disturbed",), torchrun=("--max-restarts", "1")).end(600)
-    assert ended.code == 0, ended.err
+    ended = Process([how, *words], processes=2, module=("tests.cpu.disturbed",)).end()
+    assert ended.code == 1
     [hang] = [line for line in ended.err.splitlines() if line.startswith("hang       ")]
     [culprit] = [line for line in ended.err.splitlines() if "<- the others wait for it" in line]
     assert "watchdog.step_seconds=15" in hang and "rank 1 (" in culprit and "after step 6" in culprit
     seen = ended.err if how == "holds_the_interpreter" else (run / "logs/stacks/rank_00001_step_00000006.txt").read_text()
     assert where in seen and "tests/cpu/disturbed.py" in seen
-    assert len(computed(run)) == 20 and "resumed    step_00000004" in ended.out
+    ended = train(ranks, 2, words)
+    assert ended.code == 0 and "resumed    step_00000004" in ended.out and len(computed(run)) == 20
 
 
 @pytest.mark.slow
 def test_failing_process_is_shown_by_torchrun_too(tiny_data, tmp_path):
     run = tmp_path / "run"
-    ended = Process(["raises", *tiny_words(tiny_data, f"run_dir={run}")], processes=2, module=("tests.cpu.disturbed",)).end(600)
+    ended = Process(["raises", *tiny_words(tiny_data, f"run_dir={run}")], processes=2, module=("tests.cpu.disturbed",)).end()
     assert ended.code == 1
     assert ended.err.count("ZeroDivisionError: a mistake of ours") == 2 and "Root Cause" in ended.err
     [head] = [line for line in ended.err.splitlines() if line.startswith("failed     ")]
