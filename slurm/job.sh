@@ -8,7 +8,6 @@
 #                          preflight   the examination's last word: ok, refused SENTENCE, bad_nodes, failed SENTENCE
 #                          bad_nodes   nodes that it found bad
 #                          cancelled   is there once somebody asked for the end
-#                          ranks/      what every process printed
 
 MOST_ATTEMPTS=3 # that begin from the same checkpoint, requeues included: the next would end alike
 
@@ -170,7 +169,7 @@ in_vain() { (($(starts_in_a_row) >= MOST_ATTEMPTS)); }
 starts_in_a_row() { awk '{ if ($3 != from) n = 0; from = $3; if (!/ended by Slurm/) n++ } END { print n + 0 }' "$JOB_DIR/attempts"; }
 in_vain_because() {
     echo "given up: $(starts_in_a_row) starts in a row led to no newer checkpoint ($(tail -n 1 "$JOB_DIR/attempts")); what each process" \
-        "printed is in $JOB_DIR/ranks"
+        "said stands above"
 }
 unless_in_vain() { ! in_vain || end 1 "$(in_vain_because)"; }
 

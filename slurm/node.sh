@@ -9,16 +9,21 @@ set -u
 export TRITON_CACHE_DIR=${LOCAL_TMP:-/tmp}/triton-$SLURM_JOB_UID-$SLURM_JOB_ID
 export TORCHINDUCTOR_CACHE_DIR=${LOCAL_TMP:-/tmp}/inductor-$SLURM_JOB_UID-$SLURM_JOB_ID
 
+# What each process prints goes through a file there too: on a full shared disk it must still reach the job's log.
+logs=$(mktemp -d "${LOCAL_TMP:-/tmp}/torchrun-$SLURM_JOB_ID-XXXXXX") || exit
+trap 'rm -rf "$logs"' EXIT
+
 command=$1
 shift
 processes=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 run=("$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" --max-restarts=0
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER:$PORT" --rdzv-id="$SLURM_JOB_ID-$PORT"
-    --signals-to-handle=SIGINT --log-dir="$JOB_DIR/ranks" --tee=3)
+    --signals-to-handle=SIGINT --log-dir="$logs" --tee=3)
 
 if [[ $command == preflight ]]; then
     trap '' USR1 USR2 TERM # it takes less than a minute
-    exec "${run[@]}" -m launch preflight "$@"
+    "${run[@]}" -m launch preflight "$@"
+    exit
 fi
 
 (

@@ -62,7 +62,21 @@ def _tell(line: str) -> None:
         new.write_text(line + "\n")
         new.replace(path)
     except OSError as error:
-        warnings.warn(f"{VARIABLE}={path}: cannot be written ({error.strerror}), so it does not say: {line}")
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        if not _overwritten(path, line):
+            warnings.warn(f"{VARIABLE}={path}: cannot be written ({error.strerror}), so it does not say: {line}")
+
+
+def _overwritten(path: Path, line: str) -> bool:
+    """On a full disk, which may be what is to be told, a file that is there already has room for a line."""
+    try:
+        with open(path, "r+") as file:
+            file.write(line + "\n")
+            file.truncate()
+        return True
+    except OSError:
+        return False
 
 
 def _path() -> Path | None:

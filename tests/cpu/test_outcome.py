@@ -1,10 +1,13 @@
 """The file that tells whoever started a training how it ended."""
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
+from hybrid_megatron.errors import RunError
+from hybrid_megatron.training import outcome
 from tests.cpu.runs import Process, checkpoints, train
 from tests.cpu.tiny import tiny_words
 
@@ -81,3 +84,13 @@ def test_file_that_cannot_be_written_is_a_warning(ranks, tiny_data, tmp_path):
     ended = train(ranks, 1, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", *SHORT), outcome=tmp_path / "missing/outcome")
     assert ended.code == 0
     assert ended.err.splitlines()[-1].endswith("cannot be written (No such file or directory), so it does not say: complete")
+
+
+def test_on_a_full_disk_the_file_is_overwritten(told, monkeypatch):
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(outcome.VARIABLE, str(told))
+    monkeypatch.setattr(Path, "write_text", no_room)
+    outcome.tell_refused(RunError("full"))
+    assert told.read_text() == "refused full\n" and [path.name for path in told.parent.iterdir()] == [told.name]
