@@ -29,12 +29,16 @@ def raises() -> None:
     raise ZeroDivisionError("a mistake of ours")
 
 
+def sleeps() -> None:
+    time.sleep(1000)
+
+
 def holds_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)  # unlike CDLL's, its calls keep the GIL
 
 
 HOW = {
-    "sleeps": lambda: in_data(lambda: time.sleep(1000)),
+    "sleeps": lambda: in_data(sleeps),
     "holds_the_interpreter": lambda: in_data(holds_the_interpreter),
     "raises": lambda: in_data(raises),
 }

@@ -221,17 +221,23 @@ def test_timeouts_follow_the_watchdog(tiny_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how, where", [("sleeps", "in sleep"), ("holds_the_interpreter", "no sign of life for")])
-def test_hanging_process_ends_and_is_started_again(ranks, tiny_data, tmp_path, how, where):
+@pytest.mark.parametrize("how", ["sleeps", "holds_the_interpreter"])
+def test_hanging_process_ends_and_is_started_again(ranks, tiny_data, tmp_path, how):
+    """Its own threads can say where it is only while they get to run: else the others say that it is silent, and C code prints its stack."""
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "checkpoint.interval_steps=4", "watchdog.step_seconds=15")
     ended = Process([how, *words], processes=2, module=("tests.cpu.disturbed",)).end()
     assert ended.code == 1
     [hang] = [line for line in ended.err.splitlines() if line.startswith("hang       ")]
     [culprit] = [line for line in ended.err.splitlines() if "<- the others wait for it" in line]
-    assert "watchdog.step_seconds=15" in hang and "rank 1 (" in culprit and "after step 6" in culprit
-    seen = ended.err if how == "holds_the_interpreter" else (run / "logs/stacks/rank_00001_step_00000006.txt").read_text()
-    assert where in seen and "tests/cpu/disturbed.py" in seen
+    assert "watchdog.step_seconds=15" in hang and culprit.strip().startswith("rank 1 (")
+    if how == "sleeps":
+        assert "): data after step 6 since " in culprit
+        stacks = (run / "logs/stacks/rank_00001_step_00000006.txt").read_text()
+    else:
+        assert "no sign of life for" in culprit
+        stacks = ended.err
+    assert f"in {how}" in stacks
     ended = train(ranks, 2, words)
     assert ended.code == 0 and "resumed    step_00000004" in ended.out and len(computed(run)) == 20
 
