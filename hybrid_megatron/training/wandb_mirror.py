@@ -35,9 +35,10 @@ class WandbMirror:
             return
         try:
             import wandb
-        except ImportError:
+        except Exception as error:  # not installed, or beside packages that it does not go with
             warnings.warn(
-                "wandb is not installed, so this run is not mirrored there; metrics.jsonl has everything (tracking.wandb=disabled says so)"
+                f"wandb cannot be imported ({_first_line(error)}), so this run is not mirrored there; metrics.jsonl has everything "
+                "(tracking.wandb=disabled says so)"
             )
             return
         self._start(wandb, config, folder, facts)

@@ -58,7 +58,7 @@ def without_wandb(words: list[str], stand_in: Broken | None) -> Ended:
 @pytest.mark.parametrize(
     "stand_in, warning",
     [
-        (None, "wandb is not installed, so this run is not mirrored there"),
+        (None, "wandb cannot be imported (import of wandb halted; None in sys.modules), so this run is not mirrored there"),
         (Broken(starts=False), "wandb does not start (no network), so this run is not mirrored there"),
         (Broken(starts=True), "wandb failed (the service is gone), so it has no more of this run"),
     ],
