@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 
 from hybrid_megatron.preflight.exchange import Broken, Exchange, Silent, open_exchange
-from hybrid_megatron.preflight.gpus import Device
+from hybrid_megatron.preflight.gpus import Device, of_one_kind
 from hybrid_megatron.preflight.job import Job, nodes_of_allocation, nodes_of_silent, this_member
 from hybrid_megatron.preflight.links import judge_links, measure_links
 from hybrid_megatron.preflight.nodes import look_at_nodes
@@ -61,7 +61,7 @@ def _examine(words: list[str], exchange: Exchange, report: Report, watch: "_Stop
     devices: list[Device] = []
     report.findings += _twice(report, lambda: look_at_nodes(words, read[exchange.rank].config, exchange, job, devices))
     watch.note("nodes")
-    if report.level == Level.REFUSED or not all(device.name for device in devices) or len({device.is_cuda for device in devices}) > 1:
+    if report.level == Level.REFUSED or not of_one_kind(devices):
         return
     report.findings += _twice(report, lambda: judge_speed(job, devices, exchange.of_all("speed", gather_speed)))
     watch.note("speed")
@@ -93,7 +93,7 @@ def _look_at_links(exchange: Exchange, job: Job, device: str, report: Report) ->
         alone = "one process; torchrun --nproc-per-node N -m launch preflight RECIPE measures it among N"
         return [Finding("all-reduce", Level.UNKNOWN, alone)]
     links = exchange.of_all("all-reduce", lambda: measure_links(job, exchange, exchange.rounds, LINK_SECONDS))
-    report.stuck = any(each.stuck for each in links)
+    report.stuck = any(each.stuck for each in links)  # then another look would hang too
     return judge_links(job, links, device)
 
 

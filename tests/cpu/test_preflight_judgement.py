@@ -319,10 +319,7 @@ def test_the_product_is_the_same_everywhere():
 def measured(where: Job, speed: float = 300.0, slow: dict[str, float] | None = None) -> list[Links]:
     """Every rank's links; `slow`: what some groups reach instead."""
     of_group = {group.name: (slow or {}).get(group.name, speed) for group in groups_of(where)}
-    return [
-        Links({group.name: of_group[group.name] for group in groups_of(where) if rank in group.ranks}, "", "", True)
-        for rank in range(where.size)
-    ]
+    return [Links({group.name: of_group[group.name] for group in groups_of(where) if rank in group.ranks}) for rank in range(where.size)]
 
 
 def test_slow_links_are_named():
@@ -346,12 +343,16 @@ def test_slow_links_are_named():
 
 def test_hanging_links_are_named():
     two, three = job(2, 2), job(3, 2)
-    inside = [Links(at="over all nodes")] * 2 + [Links(at="within node2")] * 2
+
+    def at(group: str, problem: str = "") -> Links:
+        return Links({}, group, problem, stuck=not problem)
+
+    inside = [at("over all nodes")] * 2 + [at("within node2")] * 2
     check(judge_links(two, inside, H200.name), Level.BAD_NODE, "does not end within node2", nodes=("node2",))
-    check(judge_links(two, [Links(at="over all nodes")] * 4, H200.name), Level.FAILED, "rank 0", "4 of 4 ranks", "NCCL_SOCKET_IFNAME")
-    check(judge_links(two, [Links()] * 4, H200.name), Level.FAILED, "while the process groups start")
-    fails = [Links(at="within node1")] * 3 + [Links(at="within node2", problem="CUDA error")]
+    check(judge_links(two, [at("over all nodes")] * 4, H200.name), Level.FAILED, "rank 0", "4 of 4 ranks", "NCCL_SOCKET_IFNAME")
+    check(judge_links(two, [at("")] * 4, H200.name), Level.FAILED, "while the process groups start")
+    fails = [at("within node1")] * 3 + [at("within node2", "CUDA error")]
     check(judge_links(two, fails, H200.name), Level.BAD_NODE, "rank 3 (GPU 1 of node2) fails", "CUDA error", nodes=("node2",))
-    check(judge_links(two, [Links(problem="no socket")] * 4, H200.name), Level.FAILED, "no socket")
-    pair = [Links(at="between node1 and node2")] * 4 + [Links(at="between node3 and node1")] * 2
+    check(judge_links(two, [at("", "no socket")] * 4, H200.name), Level.FAILED, "no socket")
+    pair = [at("between node1 and node2")] * 4 + [at("between node3 and node1")] * 2
     check(judge_links(three, pair, H200.name), Level.BAD_NODE, "does not end between node1 and node2", nodes=("node1", "node2"))
