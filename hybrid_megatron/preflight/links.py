@@ -107,7 +107,7 @@ def _bus_bandwidth(group: dist.ProcessGroup, size: int) -> float:
     if not bool((buffer == size * (size + 1) / 2).all()):
         raise RuntimeError("an all-reduce gave a wrong sum")
     buffer.zero_()
-    rounds = 5 if cuda else 2
+    rounds = 10 if cuda else 2
     dist.all_reduce(buffer, group=group)
     platform.synchronize()
     began = time.perf_counter()
@@ -169,11 +169,16 @@ def _broken(job: Job, links: list[Links]) -> Finding:
     stuck = [rank for rank, each in enumerate(links) if each.stuck and not each.problem]
     rank = (failed or stuck)[0]
     where = f"in an all-reduce {links[rank].at}" if links[rank].at else "while the process groups start"
-    if failed and len(job.nodes_of(failed)) < len(job.nodes):
+    if failed and len(failed) < job.size and _to_blame(job.nodes_of(failed), job):
         return Finding("all-reduce", Level.BAD_NODE, f"{job.place(rank)} fails {where}: {links[rank].problem}", job.nodes_of(failed))
     full = [group for group in groups_of(job) if all(rank in stuck and links[rank].at == group.name for rank in group.ranks)]
     guilty = tuple(dict.fromkeys(node for group in full for node in group.nodes))
-    if guilty and len(guilty) < len(job.nodes):
+    if guilty and _to_blame(guilty, job):
         return Finding("all-reduce", Level.BAD_NODE, f"it does not end {' and '.join(group.name for group in full)}", guilty)
     found = f"{job.place(rank)} fails {where}: {links[rank].problem}" if failed else f"{job.place(rank)} hangs {where}"
     return Finding("all-reduce", Level.FAILED, f"{found}, as do {len(failed or stuck)} of {job.size} ranks; {_NETWORK_WAY_OUT}")
+
+
+def _to_blame(nodes: tuple[str, ...], job: Job) -> bool:
+    """What goes wrong on every node is a matter of the network or of settings, unless there is one node alone."""
+    return len(nodes) < len(job.nodes) or len(job.nodes) == 1
