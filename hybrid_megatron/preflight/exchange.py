@@ -45,6 +45,8 @@ class Exchange:
         """`seconds`: how long ranks wait for each other. `hosts`: the store lives in this process."""
         self.store, self.rank, self.size, self.seconds, self.hosts = store, rank, size, seconds, hosts
         self.rounds = 0
+        self.gone: list[int] = []
+        """Ranks that nobody waits for any more."""
 
     def of_all(self, topic: str, find: Callable) -> list:
         """What `find()` gives on every rank (any picklable object), on every rank. Collective.
@@ -60,6 +62,7 @@ class Exchange:
             silent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         silent = json.loads(self.store.compare_set(given_up, "", json.dumps(silent)))
         if silent:
+            self.gone = silent
             raise Silent(topic, silent)
         answers = [pickle.loads(self.store.get(key)) for key in keys]
         problems = {rank: problem for rank, (_, problem) in enumerate(answers) if problem}
@@ -84,7 +87,7 @@ class Exchange:
         """The process that hosts the store stays until the others need it no more."""
         self.store.set(f"left/{self.rank}", b"")
         if self.hosts:
-            self._appears([f"left/{rank}" for rank in range(self.size)], _FAREWELL_SECONDS)
+            self._appears([f"left/{rank}" for rank in range(self.size) if rank not in self.gone], _FAREWELL_SECONDS)
 
     def _appears(self, keys: list[str], seconds: float, unless: str | None = None) -> bool:
         """Whether all keys are there within so many seconds. Looks instead of waiting inside the store, so that signals are heard."""

@@ -70,6 +70,11 @@ def _nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
     return any(file.read_text().strip() == _NVIDIA for file in files)
 
 
+def of_one_kind(devices: list[Device]) -> bool:
+    """Whether every process has something of its own to compute on, a GPU all of them or none, so that they can be measured together."""
+    return all(device.name for device in devices) and len({device.is_cuda for device in devices}) == 1
+
+
 def judge_gpus(job: Job, devices: list[Device]) -> list[Finding]:
     """Number, kind, health."""
     seen = {node: device.visible for node, device in job.of_nodes(devices).items()}

@@ -25,6 +25,9 @@ NVLINK_LEAST = 100.0
 """GB/s within a node below which GPUs that have NVLink do not use it; PCIe gives some 20, NVLink 350 and more."""
 NETWORK_LEAST = 5.0
 """GB/s a GPU between nodes below which the network is no InfiniBand: 40 Gbit/s."""
+THREAD = "all-reduces"
+_LATER = 4.0
+"""Times our own limit: what runs into torch's timeout kills the process."""
 _NVLINK = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")
 _NETWORK_WAY_OUT = "NCCL_DEBUG=INFO says what NCCL takes; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose it"
 
@@ -48,11 +51,8 @@ class Links:
     """The group it is in, or was in when it stuck or failed; empty before the first."""
     problem: str = ""
     """Why it failed."""
-    done: bool = False
-
-    @property
-    def stuck(self) -> bool:
-        return not self.done and not self.problem
+    stuck: bool = False
+    """Its thread did not end."""
 
 
 def groups_of(job: Job) -> list[Group]:
@@ -71,10 +71,10 @@ def groups_of(job: Job) -> list[Group]:
 def measure_links(job: Job, exchange: Exchange, look: int, seconds: float) -> Links:
     """Collective; returns after so many seconds at the latest. `look`: a number that no earlier measurement of this job had."""
     links = Links()
-    thread = threading.Thread(target=_measure, args=(job, exchange, look, seconds, links), daemon=True)
+    thread = threading.Thread(target=_measure, args=(job, exchange, look, seconds, links), name=THREAD, daemon=True)
     thread.start()
     thread.join(seconds)
-    return Links(dict(links.gbytes), links.at, links.problem, links.done)
+    return Links(dict(links.gbytes), links.at, links.problem, thread.is_alive())
 
 
 def _measure(job: Job, exchange: Exchange, look: int, seconds: float, links: Links) -> None:
@@ -85,7 +85,7 @@ def _measure(job: Job, exchange: Exchange, look: int, seconds: float, links: Lin
             store=dist.PrefixStore(f"links/{look}", exchange.store),
             rank=exchange.rank,
             world_size=exchange.size,
-            timeout=timedelta(seconds=4 * seconds),  # later than ours: what times out there kills the process
+            timeout=timedelta(seconds=_LATER * seconds),
         )
         # All groups first: making one waits for every rank.
         groups = [(group, dist.new_group(group.ranks)) for group in groups_of(job)]
@@ -93,10 +93,11 @@ def _measure(job: Job, exchange: Exchange, look: int, seconds: float, links: Lin
             if exchange.rank in group.ranks:
                 links.at = group.name
                 links.gbytes[group.name] = _bus_bandwidth(process_group, len(group.ranks))
-        dist.destroy_process_group()
-        links.done = True
     except Exception as error:  # NCCL's and gloo's are RuntimeErrors of many kinds
         links.problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _bus_bandwidth(group: dist.ProcessGroup, size: int) -> float:
@@ -106,7 +107,7 @@ def _bus_bandwidth(group: dist.ProcessGroup, size: int) -> float:
     if not bool((buffer == size * (size + 1) / 2).all()):
         raise RuntimeError("an all-reduce gave a wrong sum")
     buffer.zero_()
-    rounds = 5 if cuda else 2
+    rounds = 10 if cuda else 2
     dist.all_reduce(buffer, group=group)
     platform.synchronize()
     began = time.perf_counter()
@@ -165,14 +166,19 @@ def _judge_pairs(job: Job, speeds: dict[tuple[str, ...], float]) -> list[Finding
 def _broken(job: Job, links: list[Links]) -> Finding:
     """Who fails or hangs. A group in which all its ranks stand has the fault; who waits for a rank that stands elsewhere has none."""
     failed = [rank for rank, each in enumerate(links) if each.problem]
-    stuck = [rank for rank, each in enumerate(links) if each.stuck]
+    stuck = [rank for rank, each in enumerate(links) if each.stuck and not each.problem]
     rank = (failed or stuck)[0]
     where = f"in an all-reduce {links[rank].at}" if links[rank].at else "while the process groups start"
-    if failed and len(job.nodes_of(failed)) < len(job.nodes):
+    if failed and len(failed) < job.size and _to_blame(job.nodes_of(failed), job):
         return Finding("all-reduce", Level.BAD_NODE, f"{job.place(rank)} fails {where}: {links[rank].problem}", job.nodes_of(failed))
     full = [group for group in groups_of(job) if all(rank in stuck and links[rank].at == group.name for rank in group.ranks)]
     guilty = tuple(dict.fromkeys(node for group in full for node in group.nodes))
-    if guilty and len(guilty) < len(job.nodes):
+    if guilty and _to_blame(guilty, job):
         return Finding("all-reduce", Level.BAD_NODE, f"it does not end {' and '.join(group.name for group in full)}", guilty)
     found = f"{job.place(rank)} fails {where}: {links[rank].problem}" if failed else f"{job.place(rank)} hangs {where}"
     return Finding("all-reduce", Level.FAILED, f"{found}, as do {len(failed or stuck)} of {job.size} ranks; {_NETWORK_WAY_OUT}")
+
+
+def _to_blame(nodes: tuple[str, ...], job: Job) -> bool:
+    """What goes wrong on every node is a matter of the network or of settings, unless there is one node alone."""
+    return len(nodes) < len(job.nodes) or len(job.nodes) == 1

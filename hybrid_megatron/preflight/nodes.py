@@ -24,6 +24,8 @@ from hybrid_megatron.preflight.job import Job
 from hybrid_megatron.preflight.report import Finding, Level
 from hybrid_megatron.preflight.software import Software, gather_software, judge_software
 
+NODE_FACTS = "software, folders and data"
+"""What the first rank of each node is asked for."""
 MOST_APART = 2.0
 """Seconds by which clocks may differ: far above what this measurement is wrong by, and what times in logs of two nodes may be."""
 
@@ -76,7 +78,7 @@ def _look(
             steps = [int(path.name[5:]) for path in CheckpointStore(Path(config.run_dir)).complete()]
             return _NodeFacts(gather_software(needs_fla), gather_folders(), gather_files(config, words), run_folder, steps)
 
-        facts = job.of_nodes(exchange.of_all("software, folders and data", gather))
+        facts = job.of_nodes(exchange.of_all(NODE_FACTS, gather))
         written = {name: each.run_folder.file for name, each in facts.items() if not each.run_folder.problem}
         unseen = exchange.of_all("other nodes' files", lambda: look_for(written) if leads and node in written else [])
         clocks = exchange.of_all("clocks", time.time)  # all ranks come from the line before at the same moment

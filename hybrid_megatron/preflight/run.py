@@ -1,18 +1,16 @@
 """The order of a preflight: who is there, the recipe, what each node finds and sees of the others, the sniff, the verdict."""
 
-import contextlib
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import psutil
 
 from hybrid_megatron.preflight.exchange import Broken, Exchange, Silent, open_exchange
-from hybrid_megatron.preflight.gpus import Device
+from hybrid_megatron.preflight.gpus import Device, of_one_kind
 from hybrid_megatron.preflight.job import Job, nodes_of_allocation, nodes_of_silent, this_member
 from hybrid_megatron.preflight.links import judge_links, measure_links
-from hybrid_megatron.preflight.nodes import look_at_nodes
+from hybrid_megatron.preflight.nodes import NODE_FACTS, look_at_nodes
 from hybrid_megatron.preflight.recipe import judge_recipe, read_recipe
 from hybrid_megatron.preflight.report import Finding, Level, Report, bad_nodes, named
 from hybrid_megatron.preflight.speed import gather_speed, judge_speed
@@ -33,7 +31,7 @@ def preflight(words: list[str], tell: Callable[[Report], None]) -> Report:
     """
     report = Report(words[0])
     watch = _Stopwatch(report.seconds)
-    with _ended_by_sigterm(), open_exchange(WAIT_SECONDS) as exchange:
+    with open_exchange(WAIT_SECONDS) as exchange:
         try:
             _examine(words, exchange, report, watch)
         except Silent as silent:
@@ -61,7 +59,7 @@ def _examine(words: list[str], exchange: Exchange, report: Report, watch: "_Stop
     devices: list[Device] = []
     report.findings += _twice(report, lambda: look_at_nodes(words, read[exchange.rank].config, exchange, job, devices))
     watch.note("nodes")
-    if report.level == Level.REFUSED or not all(device.name for device in devices) or len({device.is_cuda for device in devices}) > 1:
+    if report.level == Level.REFUSED or not of_one_kind(devices):
         return
     report.findings += _twice(report, lambda: judge_speed(job, devices, exchange.of_all("speed", gather_speed)))
     watch.note("speed")
@@ -93,7 +91,7 @@ def _look_at_links(exchange: Exchange, job: Job, device: str, report: Report) ->
         alone = "one process; torchrun --nproc-per-node N -m launch preflight RECIPE measures it among N"
         return [Finding("all-reduce", Level.UNKNOWN, alone)]
     links = exchange.of_all("all-reduce", lambda: measure_links(job, exchange, exchange.rounds, LINK_SECONDS))
-    report.stuck = any(each.stuck for each in links)
+    report.stuck = any(each.stuck for each in links)  # then another look would hang too
     return judge_links(job, links, device)
 
 
@@ -106,13 +104,13 @@ def _judge_silent(silent: Silent, exchange: Exchange) -> Finding:
 
 
 def _judge_broken(broken: Broken, job: Job) -> Finding:
-    """On every node alike it is something that no other node would do better."""
-    nodes = job.nodes_of(broken.problems)
+    """Where all that were asked fail alike, no other node would do better."""
+    asked = [rank for rank in range(job.size) if broken.topic != NODE_FACTS or job.leads(rank)]
     rank, problem = next(iter(broken.problems.items()))
     more = f"; and {len(broken.problems) - 1} more ranks" if len(broken.problems) > 1 else ""
     found = f"{job.place(rank, 'process')}: {problem}{more}"
-    if len(nodes) < len(job.nodes):
-        return Finding(broken.topic, Level.BAD_NODE, found, nodes)
+    if len(broken.problems) < len(asked):
+        return Finding(broken.topic, Level.BAD_NODE, found, job.nodes_of(broken.problems))
     return Finding(broken.topic, Level.FAILED, found)
 
 
@@ -126,17 +124,3 @@ class _Stopwatch:
     def note(self, part: str) -> None:
         now = time.time()
         self.seconds[part], self.last = now - self.last, now
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process as an exception does, so that no file is left behind."""
-
-    def end(number, _frame):
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -14,6 +14,7 @@ from hybrid_megatron.preflight.report import Finding, Level, named, odd_ones
 
 _COMPUTE = ("torch", "megatron-core", "flash-linear-attention", "triton", "numpy")
 """What a training step runs on; the other requirements serve beside it."""
+_KERNELS = ("flash-linear-attention", "triton")
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 _WAY_OUT = "install what constraints.txt pins (make setup), in one environment that all nodes share"
 
@@ -34,7 +35,8 @@ def gather_software(needs_fla: bool) -> Software:
     versions = {"python": python_platform.python_version()} | {package: _version(package) for package in _COMPUTE}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if platform.is_cuda() else None
     versions |= {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": _driver_version()}
-    unmet = {each.name: problem for each in _requirements() if (problem := _unmet(each))}
+    required = [each for each in _requirements() if needs_fla or each.name not in _KERNELS]
+    unmet = {each.name: problem for each in required if (problem := _unmet(each))}
     return Software(versions, unmet, platform.kernel_pair_problem() if needs_fla else None)
 
 

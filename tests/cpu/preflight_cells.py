@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+import threading
 import time
 import unittest.mock
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Said:
 def command(words: list[str], per_node: int = 4, environment: dict | None = None, pretend: str = "", believed: int | None = None) -> Said:
     """`python -m launch preflight WORDS` inside a rank.
 
-    `per_node`: ranks r with equal r // per_node are on one node. `believed`: number of ranks the job believes in. `pretend`: see `_pretended`.
+    `per_node`: ranks r with equal r // per_node are on one node.
+    `believed`: number of ranks the job believes in. `pretend`: see `_pretended`.
     """
     rank = int(os.environ["RANK"])
     changed = {"SLURMD_NODENAME": f"node{rank // per_node + 1}", "LOCAL_RANK": str(rank % per_node)} | (environment or {})
@@ -58,6 +60,9 @@ def command(words: list[str], per_node: int = 4, environment: dict | None = None
             preflight_command.main(words)
         except SystemExit as end:
             code = end.code
+    for thread in threading.enumerate():  # a later test has process groups of its own
+        if thread.name == links.THREAD:
+            thread.join()
     return Said(code, out.getvalue(), err.getvalue())
 
 
@@ -78,7 +83,8 @@ def _pretended(what: str, rank: int) -> dict:
         shared = {(files, "is_shared"): lambda path: what.endswith("shared")}
         return shared | ({(files, "open_dataset"): _no_dataset} if rank == LAST else {})
     if what == "stays away":
-        return {(run, "LINK_SECONDS"): 3.0} | ({(links, "_bus_bandwidth"): lambda *_: time.sleep(8)} if rank == LAST else {})
+        limits = {(run, "LINK_SECONDS"): 3.0, (links, "_LATER"): 1.5}
+        return limits | ({(links, "_bus_bandwidth"): _comes_late} if rank == LAST else {})
     if what == "absent":
         return {(run, "WAIT_SECONDS"): 3.0}
     if what == "dies":
@@ -92,6 +98,11 @@ def _no_dataset(config, split):
 
 def _broken_driver(*_):
     raise RuntimeError("CUDA error: unknown error")
+
+
+def _comes_late(*_):
+    time.sleep(5)
+    raise RuntimeError("the others have gone")
 
 
 def _dies(*_):

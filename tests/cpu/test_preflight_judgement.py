@@ -3,15 +3,16 @@
 import pytest
 
 from hybrid_megatron.preflight import gpus
+from hybrid_megatron.preflight.exchange import Broken
 from hybrid_megatron.preflight.files import Seen, is_shared, judge_files
 from hybrid_megatron.preflight.folders import Folder, judge_folders, judge_room, judge_run_folder
 from hybrid_megatron.preflight.gpus import Device, judge_gpus, judge_memory
 from hybrid_megatron.preflight.job import Job, Member, nodes_of_allocation, nodes_of_silent
 from hybrid_megatron.preflight.links import Links, groups_of, judge_links
-from hybrid_megatron.preflight.nodes import checkpoints_to_come, judge_clocks
+from hybrid_megatron.preflight.nodes import NODE_FACTS, checkpoints_to_come, judge_clocks
 from hybrid_megatron.preflight.recipe import RecipeRead, judge_recipe
 from hybrid_megatron.preflight.report import Finding, Level, Report, odd_ones
-from hybrid_megatron.preflight.run import _twice
+from hybrid_megatron.preflight.run import _judge_broken, _twice
 from hybrid_megatron.preflight.software import Software, judge_software
 from hybrid_megatron.preflight.speed import LOW, SAME, SLOW, Speed, gather_speed, judge_speed
 from tests.cpu.tiny import tiny_config
@@ -109,6 +110,20 @@ def test_silent_ranks_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1,7]")
     assert nodes_of_allocation() == ["node1", "node7"]
+
+
+def test_who_is_to_blame_for_what_fails():
+    """All that were asked: nobody. Some: their nodes, also where there is one node alone."""
+
+    def judge(topic: str, ranks: tuple[int, ...], nodes: int = 2) -> tuple[Level, tuple[str, ...]]:
+        finding = _judge_broken(Broken(topic, dict.fromkeys(ranks, "CUDA error")), job(nodes, 2))
+        return finding.level, finding.nodes
+
+    assert judge("GPUs", (3,)) == (Level.BAD_NODE, ("node2",))
+    assert judge("GPUs", (0, 1, 2, 3)) == (Level.FAILED, ())
+    assert judge("GPUs", (0,), nodes=1) == (Level.BAD_NODE, ("node1",))
+    assert judge(NODE_FACTS, (2,)) == (Level.BAD_NODE, ("node2",))
+    assert judge(NODE_FACTS, (0, 2)) == (Level.FAILED, ()) == judge(NODE_FACTS, (0,), nodes=1)
 
 
 # ---- recipe and software -------------------------------------------------------------------------------------------------------
@@ -319,10 +334,7 @@ def test_the_product_is_the_same_everywhere():
 def measured(where: Job, speed: float = 300.0, slow: dict[str, float] | None = None) -> list[Links]:
     """Every rank's links; `slow`: what some groups reach instead."""
     of_group = {group.name: (slow or {}).get(group.name, speed) for group in groups_of(where)}
-    return [
-        Links({group.name: of_group[group.name] for group in groups_of(where) if rank in group.ranks}, "", "", True)
-        for rank in range(where.size)
-    ]
+    return [Links({group.name: of_group[group.name] for group in groups_of(where) if rank in group.ranks}) for rank in range(where.size)]
 
 
 def test_slow_links_are_named():
@@ -346,12 +358,21 @@ def test_slow_links_are_named():
 
 def test_hanging_links_are_named():
     two, three = job(2, 2), job(3, 2)
-    inside = [Links(at="over all nodes")] * 2 + [Links(at="within node2")] * 2
+
+    def at(group: str, problem: str = "") -> Links:
+        return Links({}, group, problem, stuck=not problem)
+
+    inside = [at("over all nodes")] * 2 + [at("within node2")] * 2
     check(judge_links(two, inside, H200.name), Level.BAD_NODE, "does not end within node2", nodes=("node2",))
-    check(judge_links(two, [Links(at="over all nodes")] * 4, H200.name), Level.FAILED, "rank 0", "4 of 4 ranks", "NCCL_SOCKET_IFNAME")
-    check(judge_links(two, [Links()] * 4, H200.name), Level.FAILED, "while the process groups start")
-    fails = [Links(at="within node1")] * 3 + [Links(at="within node2", problem="CUDA error")]
+    check(judge_links(two, [at("over all nodes")] * 4, H200.name), Level.FAILED, "rank 0", "4 of 4 ranks", "NCCL_SOCKET_IFNAME")
+    check(judge_links(two, [at("")] * 4, H200.name), Level.FAILED, "while the process groups start")
+    fails = [at("within node1")] * 3 + [at("within node2", "CUDA error")]
     check(judge_links(two, fails, H200.name), Level.BAD_NODE, "rank 3 (GPU 1 of node2) fails", "CUDA error", nodes=("node2",))
-    check(judge_links(two, [Links(problem="no socket")] * 4, H200.name), Level.FAILED, "no socket")
-    pair = [Links(at="between node1 and node2")] * 4 + [Links(at="between node3 and node1")] * 2
+    check(judge_links(two, [at("", "no socket")] * 4, H200.name), Level.FAILED, "no socket")
+    one = job(1, 4)
+    check(judge_links(one, [at("within node1")] * 4, H200.name), Level.BAD_NODE, "does not end within node1", nodes=("node1",))
+    fails = [at("within node1")] * 3 + [at("within node1", "CUDA error")]
+    check(judge_links(one, fails, H200.name), Level.BAD_NODE, "rank 3 (GPU 3 of node1) fails", nodes=("node1",))
+    check(judge_links(one, [at("", "no socket")] * 4, H200.name), Level.FAILED, "no socket")
+    pair = [at("between node1 and node2")] * 4 + [at("between node3 and node1")] * 2
     check(judge_links(three, pair, H200.name), Level.BAD_NODE, "does not end between node1 and node2", nodes=("node1", "node2"))
