@@ -5,9 +5,10 @@
 #   node.sh train|preflight RECIPE [a.b=c ...]
 set -u
 
-# On the node's own disk: Triton's kernels written to a shared file system by many processes fail with stale file handles.
-export TRITON_CACHE_DIR=${LOCAL_TMP:-/tmp}/triton-$SLURM_JOB_UID-$SLURM_JOB_ID
-export TORCHINDUCTOR_CACHE_DIR=${LOCAL_TMP:-/tmp}/inductor-$SLURM_JOB_UID-$SLURM_JOB_ID
+# On the node's own disk: Triton's kernels written to a shared file system by many processes fail with stale file handles. Not the job's own:
+# compiling and tuning takes minutes, and the next job on this node need not do it again.
+export TRITON_CACHE_DIR=${LOCAL_TMP:-/tmp}/triton-$SLURM_JOB_UID
+export TORCHINDUCTOR_CACHE_DIR=${LOCAL_TMP:-/tmp}/inductor-$SLURM_JOB_UID
 
 # What each process prints goes through a file there too: on a full shared disk it must still reach the job's log.
 logs=$(mktemp -d "${LOCAL_TMP:-/tmp}/torchrun-$SLURM_JOB_ID-XXXXXX") || exit
