@@ -171,7 +171,8 @@ def test_full_disk(cluster, training, undisturbed):
             pass
     run.end("FAILED")
     assert run.restarts() == 0
-    assert "No space left on device" in run.log and "error: " in run.log.splitlines()[-1]
+    assert "not saved" in run.log.splitlines()[-1] and "the disk has" in run.log.splitlines()[-1]
+    assert run.cluster.job(run.job)["ExitCode"] == "2:0" and len(run.attempts()) == 1
     filler.unlink()
     run.submit()
     run.end()
