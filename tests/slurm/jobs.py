@@ -103,7 +103,7 @@ class Training:
     def attempts(self, job: str | None = None) -> list[str]:
         """How each start of the job ended, without when: `from CHECKPOINT: HOW`."""
         file = self.run / f"logs/job_{job or self.job}/attempts"
-        return [line.partition(" ")[2] for line in file.read_text().splitlines()]
+        return [line.partition(" ")[2] for line in file.read_text().splitlines()] if file.is_file() else []
 
     def restarts(self) -> int:
         return int(self.cluster.job(self.job)["Restarts"])
