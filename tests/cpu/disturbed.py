@@ -37,12 +37,6 @@ def holds_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)  # unlike CDLL's, its calls keep the GIL
 
 
-HOW = {
-    "sleeps": lambda: in_data(sleeps),
-    "holds_the_interpreter": lambda: in_data(holds_the_interpreter),
-    "raises": lambda: in_data(raises),
-}
-
 if __name__ == "__main__":
-    HOW[sys.argv[1]]()
+    in_data({act.__name__: act for act in (raises, sleeps, holds_the_interpreter)}[sys.argv[1]])
     main(sys.argv[2:])

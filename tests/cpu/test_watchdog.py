@@ -223,7 +223,7 @@ def test_timeouts_follow_the_watchdog(tiny_data):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", "holds_the_interpreter"])
 def test_hanging_process_ends_and_is_started_again(ranks, tiny_data, tmp_path, how):
-    """Its own threads can say where it is only while they get to run: else the others say that it is silent, and C code prints its stack."""
+    """Its own threads say where it is only if they get to run; else the others say that it is silent, and C code prints its stack."""
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "checkpoint.interval_steps=4", "watchdog.step_seconds=15")
     ended = Process([how, *words], processes=2, module=("tests.cpu.disturbed",)).end()
