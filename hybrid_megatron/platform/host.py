@@ -42,7 +42,7 @@ def _free_of(group: Path) -> int | None:
         try:
             most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
             counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except OSError:
+        except (OSError, ValueError):
             continue
         if most != "max" and int(most) < _NO_LIMIT:
             return max(int(most) - taken + sum(int(counts.get(name, 0)) for name in cache), 0)

@@ -88,6 +88,7 @@ def test_memory_of_gathering(ranks, tiny_data, size, layout):
         assert 0.8 * said <= most <= said, (most, said)
 
 
+@pytest.mark.slow
 def test_reading_a_permanent_one_where_memory_is_short(ranks, tiny_data, tmp_path):
     """Said before it is done, and done."""
     words = tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "train.tokens=1536")

@@ -104,7 +104,7 @@ def test_killed_while_it_trains_and_writes(ranks, tiny_data, tmp_path):
     assert computed(run) == computed(undisturbed) and checkpoints(run) == checkpoints(undisturbed)
 
 
-@pytest.mark.parametrize("size, rank", [(1, None), (2, 1)])
+@pytest.mark.parametrize("size, rank", [pytest.param(1, None, marks=pytest.mark.slow), (2, 1)])
 def test_a_writer_that_fails_ends_the_run(ranks, tiny_data, tmp_path, size, rank):
     """Beside training, on one rank or all: found a step or so later, in one sentence; older checkpoints stay, nothing is left over."""
     run = tmp_path / "run"
