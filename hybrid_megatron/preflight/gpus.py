@@ -51,6 +51,7 @@ def gather_device(local_rank: int) -> Device:
         return Device("", visible)
     platform.select_device()
     free, total = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved()  # what this process' own allocator keeps
     uuid = str(torch.cuda.get_device_properties(local_rank).uuid).removeprefix("GPU-")
     return Device(torch.cuda.get_device_name(), visible, False, total, free, _health(uuid))
 

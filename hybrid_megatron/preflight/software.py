@@ -42,9 +42,10 @@ def gather_software(needs_fla: bool) -> Software:
 
 def judge_software(software: dict[str, Software], cuda: bool) -> list[Finding]:
     findings = []
-    for text, nodes in _by_text({node: list(each.unmet.items()) for node, each in software.items()}).items():
-        level = Level.REFUSED if cuda and text[0] in _COMPUTE else Level.WARNING
-        findings.append(Finding("versions", level, f"{text[1]} on {named(nodes)}; {_WAY_OUT}"))
+    for package, problem in dict.fromkeys(unmet for each in software.values() for unmet in each.unmet.items()):
+        level = Level.REFUSED if cuda and package in _COMPUTE else Level.WARNING
+        nodes = named(node for node, each in software.items() if package in each.unmet)
+        findings.append(Finding("versions", level, f"{problem} on {nodes}; {_WAY_OUT}"))
     for package in next(iter(software.values())).versions:
         usual, odd = odd_ones({node: each.versions[package] for node, each in software.items()})
         if odd:
@@ -59,15 +60,6 @@ def judge_software(software: dict[str, Software], cuda: bool) -> list[Finding]:
     first = next(iter(software.values())).versions
     told = ", ".join(f"{name} {version}" for name, version in first.items() if version)
     return findings or [Finding("versions", Level.FINE, told)]
-
-
-def _by_text(texts: dict[str, list]) -> dict:
-    """The nodes of each text."""
-    found: dict = {}
-    for node, each in texts.items():
-        for text in each:
-            found.setdefault(text, []).append(node)
-    return found
 
 
 def _requirements() -> list[Requirement]:

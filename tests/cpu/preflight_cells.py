@@ -69,12 +69,14 @@ def command(words: list[str], per_node: int = 4, environment: dict | None = None
 def _pretended(what: str, rank: int) -> dict:
     """(module, name) -> what this rank finds in its place."""
     gpu = Device("NVIDIA H200", 2, False, 140 * 2**30, 139 * 2**30, ("0", "No", "No"))
-    speeds = iter([Speed(350.0, 4200.0, 1e9) if rank == LAST else Speed(700.0, 4200.0, 1e9), Speed(700.0, 4200.0, 1e9)])
-    if what == "slow":  # verdicts as of GPUs, and one that multiplies at half the others' speed
-        speed = next(speeds)
-        return {(nodes, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: speed}
-    if what == "slow once":
-        return {(nodes, "gather_device"): lambda _: gpu, (run, "gather_speed"): lambda: next(speeds)}
+    if what.startswith("slow"):  # verdicts as of GPUs, and one that multiplies at half the others' speed, always or once
+        fast, slow = Speed(700.0, 4200.0, 1e9), Speed(350.0, 4200.0, 1e9)
+        speeds = iter([slow, fast if what == "slow once" else slow] if rank == LAST else [fast, fast])
+        return {
+            (nodes, "gather_device"): lambda _: gpu,
+            (run, "gather_speed"): lambda: next(speeds),
+            (links, "_bus_bandwidth"): lambda *_: 300.0,
+        }
     if what == "half without":  # the second node's GPUs have gone
         return {(nodes, "gather_device"): lambda _: gpu if rank < 2 else Device("CPU")}
     if what == "driver everywhere":
