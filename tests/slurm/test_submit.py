@@ -84,15 +84,18 @@ def test_a_chain_ends_with_its_first_stage(training):
     assert "nothing" in run.launch("cancel", run.folder / "second").stdout
 
 
-def test_two_jobs_in_one_folder(training, undisturbed):
-    """Plain sbatch knows of no folders: the second job is refused by the first one's lock."""
-    run = training()
+def test_two_jobs_in_one_folder(training):
+    """Plain sbatch knows of no folders: the second job is refused by the first one's lock, and the first is not disturbed."""
+    run = training("train.tokens=40_960_000")
     first = run.submit("--nodelist=node1")
     run.wait_for_steps(5)
     second = run.submit("--nodelist=node2")
     run.end("FAILED")
-    assert "another process is training in this folder" in run.log.splitlines()[-1] and f"job {first}" in run.log.splitlines()[-1]
+    refusal = run.log.splitlines()[-1]
+    assert "another process is training in this folder" in refusal and f"job {first}" in refusal
+    assert run.cluster.job(second)["ExitCode"] == "2:0" and run.cluster.state(first) == "RUNNING"
+    run.launch("cancel", run.run)
     run.job = first
-    run.end()
-    run.check_complete(undisturbed(1))
+    run.end("FAILED")
+    assert len(computed(run.run)) == run.events("stopped")[0]["step"] and len(run.events("start")) == 1
     assert [entry["id"] for entry in json.loads(run.launch("status", run.run, "--json").stdout)["jobs"]] == [first, second]
