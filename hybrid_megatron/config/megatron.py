@@ -71,13 +71,13 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     )
 
 
-def sharding_metadata(dp_cp_group: ProcessGroup) -> dict:
-    """How dist_checkpointing shards states; one choice for saving, loading and initialising.
+def sharding_metadata(dp_cp_group: ProcessGroup, optimizer: str = "fully_reshardable") -> dict:
+    """How dist_checkpointing shards states; one choice for saving, loading and initialising, but for the optimizer's (checkpoint/form.py).
 
-    `fully_reshardable`: the optimizer state moves between layouts. `non_homogeneous_layers`: layers of one model may differ.
+    `non_homogeneous_layers`: layers of one model may differ.
     """
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": optimizer,
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

@@ -89,6 +89,9 @@ def test_closed_forms():
         assert at["hours"] * gpus == pytest.approx(at["gpu_hours"])
         assert at["gpu_hours"] == pytest.approx(47_684 * 2**20 * flops / 0.5 / 989e12 / 3600)
         assert at["step_seconds"] == pytest.approx(2**20 * flops / 0.5 / 989e12 / gpus)
+        params = found["parameters"]["total"] / GIB
+        saved = {"disk": 14 * params, "copy": 14 * params / gpus, "gather": (24 + 12 / gpus) * params}
+        assert found["checkpoint_gib"][str(gpus)] == pytest.approx(saved), "bf16, and three float32 tensors of the optimizer"
     assert found["schedule"][0]["lr"] == pytest.approx(1e-3 * 2**20 / 5e8) and found["schedule"][-1]["lr"] == 0
     assert [point["step"] for point in found["schedule"]][1::4] == [476, 47_684], "the warm-up ends, the run ends"
 
@@ -131,6 +134,7 @@ def test_a_process_of_its_own_is_quick_and_says_it_all(tmp_path):
         "tensor: [0-1], [2-3]",
         "pipeline: [0 8], [1 9]",
         "GiB of 139",
+        "52.4 GiB on disk; host memory a GPU: ",
         "suggested",
         "47,684 for 50,000,000,000 tokens",
     ):
