@@ -56,13 +56,16 @@ class UnitOrder:
 
     def cut(self, projected: Tensor) -> list[dict[str, Tensor]]:
         """[..., rows of some whole layer units] -> for each group its named rows, each [..., units of the group, size]."""
+        return [{name: rows.flatten(-3, -2) for name, rows in part.items()} for part in self.places(projected)]
+
+    def places(self, projected: Tensor) -> list[dict[str, Tensor]]:
+        """As `cut`, but views: each [..., layer units, units of the group in one, size]."""
         widths = [inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows)]
-        by_unit = projected.unflatten(-1, (-1, sum(widths)))
-        parts = []
-        for part, inside, rows in zip(by_unit.split(widths, dim=-1), self._inside, self._rows):
-            part = part if inside == 1 else part.unflatten(-1, (inside, -1)).flatten(-3, -2)
-            parts.append(dict(zip(rows, part.split(list(rows.values()), dim=-1))))
-        return parts
+        parts = projected.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+        return [
+            dict(zip(rows, part.unflatten(-1, (inside, -1)).split(list(rows.values()), dim=-1)))
+            for part, inside, rows in zip(parts, self._inside, self._rows)
+        ]
 
     def cut_shared(self, projected: Tensor) -> list[dict[str, Tensor]]:
         """[..., shared rows] -> for each group its named shared rows, each [..., size]."""

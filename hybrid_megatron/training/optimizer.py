@@ -42,7 +42,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            step = torch.tensor(float(group["step"]), device=params[0].device)
+            step = torch.full((), float(group["step"]), device=params[0].device)  # torch.tensor would wait for the device
             torch._fused_adamw_(
                 params,
                 [p.grad for p in params],
