@@ -8,10 +8,10 @@ import torch
 from hybrid_megatron.checkpoint.store import read_progress
 from tests.cpu import checkpoint_cells as cells
 from tests.cpu.runs import checkpoints, contents, equal, train
-from tests.cpu.test_parity import LAYOUTS
+from tests.cpu.test_parity import LAYOUTS, LAYOUTS_MORE
 from tests.cpu.tiny import tiny_words
 
-HERE = {"one process": (1, [])} | LAYOUTS
+HERE = {"one process": (1, [])} | LAYOUTS | LAYOUTS_MORE
 HH = "pattern=[{heads: [{mixer: gdn, share: 3}, {mixer: attention, position: nope}]}]"
 HALF_HH = "pattern=[{heads: [{mixer: gdn, share: 1}, {mixer: attention, position: nope, share: 1}]}]"
 ONE_GDN = "pattern=[{mixer: attention, position: rope, repeat: 3}, {mixer: gdn}]"
