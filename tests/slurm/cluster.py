@@ -20,7 +20,7 @@ TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", 
 SUBNET = "10.77.0"  # in a network of the cluster's own: several clusters do not meet
 
 CONFIG = """
-ClusterName=test
+ClusterName={name}
 SlurmctldHost=controller({subnet}.1)
 SlurmUser=root
 SlurmdUser=root
@@ -193,6 +193,8 @@ class Cluster:
             except OSError:
                 continue
             known = dict(word.split("=", 1) for word in words if "=" in word)
+            if known.get("SLURM_CLUSTER_NAME") != self.folder.name:
+                continue
             if known.get("SLURM_JOB_ID") == job and "RANK" in known and b"launch" in command and state != "Z":
                 if rank in (None, int(known["RANK"])) and node in (None, known.get("SLURMD_NODENAME")):
                     found[int(path.name)] = int(parent)
@@ -215,7 +217,14 @@ class Cluster:
         (self.folder / "etc/gres.conf").write_text(f"AutoDetect=off\n{gpus}\n")
         (self.folder / "etc/cgroup.conf").write_text("CgroupMountpoint=/sys/fs/cgroup\nCgroupPlugin=cgroup/v1\n")
         nodes = "\n".join(f"NodeName={node} NodeAddr={address}" for node, address in addresses.items())
-        values = {"folder": self.folder, "subnet": SUBNET, "gpus": self.gpus, "kill_wait": self.kill_wait, "proctrack": self.proctrack}
+        values = {
+            "name": self.folder.name,
+            "folder": self.folder,
+            "subnet": SUBNET,
+            "gpus": self.gpus,
+            "kill_wait": self.kill_wait,
+            "proctrack": self.proctrack,
+        }
         (self.folder / "etc/slurm.conf").write_text(CONFIG.format(nodes=nodes, **values))
 
     def _all_idle(self) -> bool:

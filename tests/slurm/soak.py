@@ -17,7 +17,7 @@ INTERVAL = 10
 IN_A_START = 0.2
 """Part of the kills that fall into a start: imports, loading, the first step."""
 VICTIMS = {"rank": 68, "torchrun": 15, "step": 15, "node": 2}
-"""How often each is killed: the training process, its parent too, everything of the job on the node, the node."""
+"""How often each is killed: the training process, with torchrun, with node.sh too, the node."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Soak:
             self.training.cluster.power_on(node)
         else:
             victims = [self._last, *_parents(self._last)]
-            for process in {"rank": victims[:1], "torchrun": victims[:2], "step": victims[:4]}[what]:
+            for process in {"rank": victims[:1], "torchrun": victims[:2], "step": victims[:3]}[what]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
         wait_until(lambda: not _alive(self._last), "it is dead", 30)
@@ -108,7 +108,7 @@ def _alive(process: int) -> bool:
 
 
 def _parents(process: int) -> list[int]:
-    """torchrun, node.sh, slurmstepd, ..."""
+    """torchrun, node.sh, and further up."""
     found = []
     while process > 1:
         process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
