@@ -1,7 +1,6 @@
 """The checkpoints of a run folder as a person sees them: list, verify, prune. Needs no torch, so that it is quick on a login node."""
 
 import contextlib
-import fcntl
 import time
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from hybrid_megatron.checkpoint.form import PERMANENT, ROLLING
 from hybrid_megatron.checkpoint.integrity import check_hashes, damages
 from hybrid_megatron.checkpoint.store import MARKER, CheckpointStore, Progress, is_of_a_step, read_progress
 from hybrid_megatron.errors import CheckpointError, RunError
+from hybrid_megatron.training.folder_lock import FolderLock, Held, holder_of
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,20 @@ def prune(run_dir: Path, rules: Rules, dry_run: bool = False) -> list[Entry]:
 
     The newest whole one is found by its hashes: a damaged one in its place would cost the run.
     """
+    if dry_run:
+        if holder_of(run_dir) is not None:
+            raise _run_is_training(run_dir)
+        return _leaving(run_dir, rules)
     with _nobody_trains_in(run_dir):
-        held = entries(run_dir)
-        stays = _newest_whole(run_dir)
-        leaving = [entry for entry in rules.remove(held) if entry.path != stays]
-        for entry in [] if dry_run else leaving:
+        leaving = _leaving(run_dir, rules)
+        for entry in leaving:
             CheckpointStore(run_dir).remove(entry.path)
     return leaving
+
+
+def _leaving(run_dir: Path, rules: Rules) -> list[Entry]:
+    held, stays = entries(run_dir), _newest_whole(run_dir)
+    return [entry for entry in rules.remove(held) if entry.path != stays]
 
 
 def _newest_whole(run_dir: Path) -> Path:
@@ -129,16 +136,20 @@ def _newest_whole(run_dir: Path) -> Path:
 @contextlib.contextmanager
 def _nobody_trains_in(run_dir: Path) -> Iterator[None]:
     """The lock that a run holds on its folder, held for as long as checkpoints are removed."""
-    with open(run_dir / ".lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"{run_dir}: a run is training in this folder, and removes checkpoints itself; prune when it has ended"
-            ) from None
-        except OSError as error:
-            warnings.warn(f"{run_dir}: its file system has no locks ({error.strerror}); make sure that no run is training in it")
+    try:
+        lock = FolderLock(run_dir, say=print, lost=warnings.warn)
+    except Held:
+        raise _run_is_training(run_dir) from None
+    except OSError as error:
+        raise RunError(f"{run_dir}: cannot write there ({error.strerror}), so nothing can be removed") from None
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def _run_is_training(run_dir: Path) -> RunError:
+    return RunError(f"{run_dir}: a run is training in this folder, and removes checkpoints itself; prune when it has ended")
 
 
 def _folder(run_dir: Path) -> Path:

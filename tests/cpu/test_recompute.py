@@ -73,10 +73,10 @@ def kept(ranks, tiny_data) -> dict[str, int]:
 
 
 def test_selective_keeps_no_inner_activation_of_the_mlp(kept, tiny_data):
-    """Of each token and layer, [ffn_size] each in float32: gate and up; SiLU(gate), up + glu_linear_offset (0), and their product."""
+    """Of each token and layer, [ffn_size] each in float32: gate, up and their product."""
     config = tiny_config(tiny_data, "run_dir=unused")
     tokens = config.train.micro_batch * config.train.context
-    assert kept["none"] - kept["selective"] == 5 * 4 * tokens * config.model.ffn_size * config.model.num_layers
+    assert kept["none"] - kept["selective"] == 3 * 4 * tokens * config.model.ffn_size * config.model.num_layers
 
 
 def test_full_keeps_of_each_layer_its_input_alone(ranks, tiny_data, kept):
