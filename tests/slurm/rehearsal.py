@@ -18,7 +18,7 @@ from tests.slurm.cluster import Cluster, why_not
 from tests.slurm.jobs import Training, cluster_env
 
 FOLDER = CHECKOUT / "runs/slurm_rehearsal"
-SECONDS_OF_STEPS = 150
+SECONDS_OF_STEPS = 100
 """So long that a start, a dead node, and a time limit of two minutes fall into it."""
 BEGAN = time.monotonic()
 
