@@ -5,6 +5,8 @@
 PY := .venv/bin/python
 # One thread a process: the tests run several processes side by side, and torch would give each of them all the cores.
 TEST_THREADS ?= 1
+# Files of tests run in two processes: those that wait leave the cores to the others.
+TEST_PROCESSES ?= 2
 
 export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH PYTHONHOME
@@ -21,7 +23,7 @@ quickstart: setup ## train a small hybrid model here and now
 # Slurm's packages are installed where CI=true says that the machine is nobody's own, and where the target's name promises tests of it.
 test: setup ## the tests that fit a few minutes on two cores
 	@[ -z "$$CI" ] || timeout 60 bash tests/slurm/install.sh || true
-	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu tests/slurm -m "not slow" -q -rs
+	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu tests/slurm -m "not slow" -q -rs -n $(TEST_PROCESSES) --dist loadfile
 
 parity: setup ## every mixer under every layout against one process, as a table: tests/parity.md
 	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu/test_parity.py tests/cpu/test_zoo_parity.py -q

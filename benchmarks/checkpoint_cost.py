@@ -66,7 +66,7 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
     from hybrid_megatron.training.build import build_trainer
     from hybrid_megatron.training.optimizer import set_hyperparameters
     from hybrid_megatron.training.stability import Stability
-from hybrid_megatron.training.step import train_step
+    from hybrid_megatron.training.step import train_step
 
     platform.select_device()
     words = settings.words or USUAL

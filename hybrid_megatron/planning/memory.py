@@ -201,7 +201,7 @@ def mixer_bytes(layout: Layout, layer: Layer) -> int:
     order = UnitOrder(model, layer.groups)
     shared = order.shared * tokens * element
     kept = sum(MIXERS[group.mixer].activation_bytes(model, group, tokens, element) for group in layer.groups)
-    return (kept - shared + order.copied_rows * tokens * element) // tensor + shared + _context(layout, layer)
+    return (kept - shared + order.copied_rows(element) * tokens * element) // tensor + shared + _context(layout, layer)
 
 
 def _context(layout: Layout, layer: Layer) -> int:

@@ -107,7 +107,7 @@ def test_too_few_gpus(words):
     """Of three processes the last has none: a mistake in the command, and nobody waits for it."""
     more = Ranks(3)
     try:
-        said = more.run(3, command, words)
+        said = more.run(3, command, [*words, "train.micro_batch=1", "train.batch_tokens=384"])
     finally:
         more.close()
     assert {each.code for each in said} == {2} and "node1 sees 2 GPUs for 3 processes" in said[0].out, said

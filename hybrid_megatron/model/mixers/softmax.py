@@ -47,6 +47,11 @@ class SoftmaxMixer(Mixer):
         return {"q": wide, "k": model.head_dim, "v": model.head_dim} | gate
 
     @classmethod
+    def keeps_rows(cls, model: ModelConfig, group: HeadGroup, aligned: bool) -> bool:
+        """Rows off the borders are copied for the kernels (attention/alignment.py), all but the gate's."""
+        return aligned or cls.settings(model).output_gate != "none"
+
+    @classmethod
     def columns(cls, model: ModelConfig, group: HeadGroup) -> int:
         return cls.queries(model) * model.head_dim
 
