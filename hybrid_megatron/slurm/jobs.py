@@ -12,8 +12,8 @@ from pathlib import Path
 from hybrid_megatron.errors import RunError
 
 RECIPE = "submitted.yaml"
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "COMPLETING")
-"""States from which a job does not come back."""
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
+"""States from which a job does not come back; completing is none, since one that is being requeued completes first."""
 
 _COLUMNS = ("id", "state", "reason", "nodes", "elapsed", "left", "start")
 _FORMAT = "%i|%T|%r|%N|%M|%L|%S"

@@ -19,7 +19,7 @@ from tests.slurm.jobs import Training, cluster_env
 
 FOLDER = CHECKOUT / "runs/slurm_rehearsal"
 SECONDS_OF_STEPS = 150
-"""So long that a start, a dead node, and a time limit of two minutes fall into it."""
+"""So long that the time limit strikes in it, which takes Slurm up to two minutes."""
 BEGAN = time.monotonic()
 
 
@@ -44,21 +44,26 @@ def main() -> None:
 
 
 def _life(cluster: Cluster, run: Training, steps: int) -> None:
-    run.submit("--time=2", "--signal=B:USR1@60")
-    say(f"sbatch slurm/train_16xh200.sbatch: job {run.job}, on two nodes, with a limit of two minutes")
-    run.wait_for_steps(steps // 8)
+    run.submit("--signal=B:USR1@60")
+    say(f"sbatch slurm/train_16xh200.sbatch: job {run.job}, on two nodes")
+    run.wait_for_steps(steps // 8, seconds=600)
     node = run.node_of(rank=1)
     cluster.power_off(node)
     say(f"step {run.steps}: {node} is powered off")
     run.wait_until(lambda: run.restarts() == 1, "the job is requeued")
     say("Slurm has noticed and requeued the job")
     run.wait_until(lambda: len(run.events("start")) == 2, "training goes on")
-    resumed = run.events("start")[1]["step"]
-    say(f"training goes on at step {resumed}, on {cluster.job(run.job)['NodeList']}; {node} is back")
+    say(f"training goes on at step {run.events('start')[1]['step']}, on {cluster.job(run.job)['NodeList']}; {node} is back")
     cluster.power_on(node)
+    run.wait_for_steps(steps // 4, seconds=600)
+    hours, minutes, _ = map(int, cluster.job(run.job)["RunTime"].split(":"))
+    cluster.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={60 * hours + minutes + 2}")
+    say(f"step {run.steps}: its time limit is set to strike within two minutes")
     run.wait_until(lambda: run.events("stopped"), "the time limit is near", 200)
     stopped = run.events("stopped")[0]
-    say(f"the time limit is near: stopped by {stopped['signal']} after step {stopped['step']}, with a checkpoint")
+    say(f"stopped by {stopped['signal']}, a minute before it, after step {stopped['step']} with a checkpoint")
+    run.wait_until(lambda: run.restarts() == 2, "the job is requeued")
+    cluster.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=1-0")
     run.wait_until(lambda: len(run.events("start")) == 3, "training goes on")
     say(f"requeued, and training goes on at step {run.events('start')[2]['step']}")
     run.end(seconds=900)

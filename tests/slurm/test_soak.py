@@ -5,7 +5,7 @@ import pytest
 from tests.slurm.jobs import undisturbed_metrics
 from tests.slurm.soak import INTERVAL, Soak
 
-KILLS, STEPS = 50, 1600
+KILLS, STEPS = 50, 800
 
 
 @pytest.mark.slow
