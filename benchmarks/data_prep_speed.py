@@ -11,7 +11,6 @@ repeated as often as it takes. Default: 8 MB, a minute or two on two cores; --fu
 """
 
 import argparse
-import gzip
 import json
 import multiprocessing
 import os
@@ -27,11 +26,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+from real_texts import linux  # noqa: E402
+
 from data_prep.tiktoken_tokenizers import MODELS  # noqa: E402
 from data_prep.tokenizers import load  # noqa: E402
 
-DEBIAN = ("linux-doc-6.1", "linux-doc-6.12")
 POOL_BYTES = 8_000_000
 LAUNCHER = """
 import json, resource, subprocess, sys, time
@@ -45,17 +45,11 @@ sys.exit(code)
 
 def corpus(folder: Path) -> tuple[str, list[str]]:
     """Name and documents of the first text that can be had."""
-    for package in DEBIAN:
-        done = subprocess.run(["apt-get", "download", package], cwd=folder, capture_output=True)
-        found = list(folder.glob(f"{package}_*.deb"))
-        if done.returncode == 0 and found:
-            subprocess.run(["dpkg-deb", "-x", str(found[0]), str(folder / package)], check=True)
-            found[0].unlink()
-            files = sorted((folder / package).rglob("*.rst.gz"))
-            return package, [text for file in files if (text := gzip.decompress(file.read_bytes()).decode("utf-8", "replace")).strip()]
-    subprocess.run([sys.executable, "-m", "data_prep", "fetch-sample", "--output", str(folder / "sample")], cwd=ROOT, check=True)
-    lines = (folder / "sample" / "sample.jsonl").read_text().splitlines()
-    return "fetch-sample", [json.loads(line)["text"] for line in lines]
+    try:
+        return "Linux's documentation", linux(folder)
+    except LookupError:
+        subprocess.run([sys.executable, "-m", "data_prep", "fetch-sample", "--output", str(folder / "sample")], cwd=ROOT, check=True)
+        return "fetch-sample", [json.loads(line)["text"] for line in (folder / "sample" / "sample.jsonl").read_text().splitlines()]
 
 
 def repeated(texts: list[str], size: int) -> Iterator[str]:
