@@ -107,7 +107,7 @@ def _sized(config: RunConfig, cell: Cell, gpus: int, micro_batch: int, recompute
         config.train, tokens=tokens, context=cell.context, batch_tokens=batch_tokens, micro_batch=micro_batch, recompute=recompute
     )
     schedule = replace(
-        config.schedule, warmup_tokens=tokens, shape="constant", decay_tokens=None, min_lr=0.0, start_batch_tokens=None,
+        config.schedule, warmup_tokens=tokens - batch_tokens, shape="constant", decay_tokens=None, min_lr=0.0, start_batch_tokens=None,
         batch_warmup_tokens=0,
     )  # fmt: skip
     sized = replace(config, name=cell.recipe, train=train, schedule=schedule)
