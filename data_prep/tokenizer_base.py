@@ -10,8 +10,17 @@ import numpy as np
 from hybrid_megatron.errors import DataError
 
 
+class EncodingFailed(Exception):
+    """A library could not encode the text `number` of a list, for `reason`."""
+
+    def __init__(self, number: int, reason: str):
+        super().__init__(reason)
+        self.number, self.reason = number, reason
+
+
 class Tokenizer(ABC):
-    """`bos` and `eos` are ids or None; ids are below `vocab_size`; `fingerprint` is "sha256:" of the tokenizer's file."""
+    """`bos` and `eos` are ids or None; ids are below `vocab_size`; `fingerprint` is "sha256:" of the tokenizer's file. `encoder` is the
+    library that encodes, and `why_not_faster` why it is not the fastest one."""
 
     name: str
     kind: str
@@ -19,14 +28,23 @@ class Tokenizer(ABC):
     vocab_size: int
     bos: int | None
     eos: int | None
+    why_not_faster: str = ""
+
+    @property
+    def encoder(self) -> str:
+        return self.kind
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without BOS or EOS."""
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """The same as arrays of integers."""
+        """The same as arrays of integers. Raises `EncodingFailed`."""
         return [np.array(ids, np.int64) for ids in self.encode_batch(texts)]
+
+    def agrees(self, text: str, ids: np.ndarray) -> bool:
+        """Whether a slower and better proven library, where there is one, finds the same ids."""
+        return True
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:

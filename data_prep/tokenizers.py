@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from data_prep.gigatoken_encoder import with_encoder
 from data_prep.tiktoken_tokenizers import MODELS, from_ranks, load_named
 from data_prep.tokenizer_base import Tokenizer, fingerprint, require
 from hybrid_megatron.errors import DataError
@@ -72,6 +73,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([int(index) for index in ids], skip_special_tokens=False)
+
+
+def load_encoder(name_or_path: str | Path, threads: int, encoder: str, prepared: str = "") -> Tokenizer:
+    """The tokenizer that `load` finds, to encode much text by one of `encoders.ENCODERS`. Raises `DataError`."""
+    return with_encoder(load(name_or_path, threads), encoder, prepared)
 
 
 def load(name_or_path: str | Path, threads: int = 1) -> Tokenizer:

@@ -6,8 +6,14 @@ import sys
 COMMANDS = {
     "train": "train a recipe, from the newest checkpoint in its run folder if there is one",
     "plan": "say what a recipe will be and take on so many GPUs, without a GPU",
+    "preflight": "examine whether a recipe can begin here: nodes, GPUs, disks, data, network",
+    "submit": "submit a recipe to Slurm, planned, checked and with a copy of the code",
+    "status": "say how the jobs and the training of a run folder go",
+    "cancel": "end the jobs of a run folder, with a checkpoint",
+    "run-dir": "print the run folder of a recipe",
     "evaluate": "measure loss by position and perplexity of a trained run, at its training length and beyond",
     "choose-logit-base": "choose the base of HypeNet's logit scale for a trained run, by the loss on held-out tokens",
+    "checkpoint": "list, verify and prune the checkpoints of a run",
     "quickstart": "prepare a small real corpus and train recipes/quickstart.yaml on it",
 }
 

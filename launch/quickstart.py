@@ -11,6 +11,7 @@ from pathlib import Path
 from data_prep.cli import main as data_prep
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.errors import exit_with_code_2
+from hybrid_megatron.training.signals import stop_on_signals
 from launch.train import exit_unless_complete
 
 DATA = Path("data/quickstart")
@@ -29,7 +30,8 @@ def main(words: list[str]) -> None:
         from hybrid_megatron.training.loop import train
         from hybrid_megatron.training.plot import plot_losses
 
-        outcome = train(config)
+        with stop_on_signals() as stop:
+            outcome = train(config, stop)
         exit_unless_complete(outcome)
         unigram = unigram_cross_entropy(config)
         plot = plot_losses(outcome.run_dir, baseline=("unigram model of the training set", unigram))

@@ -8,27 +8,44 @@ Every setting, its unit and meaning: hybrid_megatron/config/schema.py; their val
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from hybrid_megatron.config import load_recipe
-from hybrid_megatron.errors import NoIndexMaps, exit_with_code_2
+from hybrid_megatron.errors import NoIndexMaps, UserError, exit_with_code_2
+from hybrid_megatron.training.outcome import Outcome, tell_nothing, tell_refused
+from hybrid_megatron.training.signals import stop_on_signals
 
 
 def main(words: list[str]) -> None:
     if not words or {"-h", "--help"} & set(words):
         print(__doc__.strip())
         raise SystemExit(0 if words else 2)
-    with exit_with_code_2(speaks=os.environ.get("RANK", "0") == "0"):
+    # Signals first: reading the recipe takes a second, and importing torch and megatron-core many.
+    with exit_with_code_2(speaks=os.environ.get("RANK", "0") == "0"), stop_on_signals() as stop, _refusals_told():
+        from hybrid_megatron.config import load_recipe
+
         config = load_recipe(words)
-        from hybrid_megatron.training.loop import train  # after the recipe is read: this imports torch and megatron-core
+        from hybrid_megatron.training.loop import train
 
         try:
-            exit_unless_complete(train(config))
+            outcome = train(config, stop)
         except NoIndexMaps as error:
             raise error.of_recipe(words) from None
+    exit_unless_complete(outcome)
 
 
-def exit_unless_complete(outcome) -> None:
-    """A run stopped by a signal exits as a shell expects of one: 130 after SIGINT, 143 after SIGTERM."""
+@contextmanager
+def _refusals_told() -> Iterator[None]:
+    tell_nothing()
+    try:
+        yield
+    except UserError as error:
+        tell_refused(error)
+        raise
+
+
+def exit_unless_complete(outcome: Outcome) -> None:
+    """A run stopped by a signal exits as a shell expects of one: 130 after SIGINT, 138 after SIGUSR1, 143 after SIGTERM."""
     if not outcome.complete:
         raise SystemExit(128 + signal.Signals[outcome.stopped_by])
 

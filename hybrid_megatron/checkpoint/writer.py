@@ -1,57 +1,84 @@
-"""megatron-core's checkpoint writer, made to keep what the operating system says of a failed write.
+"""A thread that writes one rank's file of a checkpoint and hashes it.
 
-By itself it keeps the type of the exception alone, and rank 0 leaves the collective calls when `.metadata` cannot be written, so that the
-others wait for it. Here a failure is noted, the collective calls go on, and the caller discards the checkpoint on all ranks together.
+A thread and not, as in megatron-core, a forked process: the threads of CUDA, NCCL and wandb do not come along in a fork, and the locks they
+hold then stay locked. Writing, syncing and hashing leave Python's lock to training.
 """
 
-import contextlib
-import queue
+import inspect
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
-import hybrid_megatron.platform  # noqa: F401  before megatron.core
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+import torch
+
+from hybrid_megatron.checkpoint.integrity import hash_file
+from hybrid_megatron.checkpoint.shards import Share
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+# Without its decorator, which would keep Python from collecting garbage in the whole process for as long as it writes.
+_write_file = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
+
+_LAST_ITEM_SECONDS = 10.0
 
 
-@contextlib.contextmanager
-def noting_write_errors() -> Iterator[list[str]]:
-    """While it lasts, what the operating system says of writes of this process is put into the list."""
-    noted: list[str] = []
-    write, finish = FileSystemWriterAsync.write_preloaded_data, FileSystemWriterAsync.finish
+class Writing:
+    """A share on its way to the disk; `going` until all is written, or `error` says why not."""
 
-    def noting_write(*arguments, **named):
-        place, result = write(*arguments, **named)
-        if isinstance(result, (OSError, RuntimeError)):  # torch's zip writer raises the second, sometimes over the first
-            noted.append(_reason(result))
-            _forget_frames(result)
-            return place, []
-        return place, result
+    def __init__(self, share: Share, tensors: list[tuple[WriteItem, torch.Tensor]]):
+        """`tensors`: of the share, as they are to be written."""
+        self.path = str(Path(share.checkpoint_dir) / share.name)
+        self.error: str | None = None
+        self.results: list[WriteResult] = []
+        self.hashes: dict[str, str] = {}
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(share, tensors), name="checkpoint writer", daemon=True)
+        self._thread.start()
 
-    def noting_finish(self, metadata, results) -> None:
+    @property
+    def going(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def give_up(self) -> None:
+        """Stop at the next tensor, and wait for that so long and no longer."""
+        self._given_up.set()
+        self.wait(_LAST_ITEM_SECONDS)
+
+    def _work(self, share: Share, tensors: list[tuple[WriteItem, torch.Tensor]]) -> None:
+        if not share.objects and not tensors:
+            return
+        bucket = (self.path, share.name, (share.objects, self._each(tensors)))
         try:
-            finish(self, metadata, results)
-        except OSError as error:
-            noted.append(_reason(error))
+            _, written = _write_file([share.transforms], 0, bucket, None, None, True)
+            if isinstance(written, Exception):
+                raise written
+            self.results, self.hashes = written, {share.name: hash_file(Path(self.path))}
+        except Exception as error:  # torch's zip writer raises RuntimeError over the system's OSError
+            self.error = _reason(error)
+            _forget_frames(error)
 
-    FileSystemWriterAsync.write_preloaded_data = staticmethod(noting_write)
-    FileSystemWriterAsync.finish = noting_finish
-    # Its results stay in this process: no helper process, which would take seconds to start and outlive a killed run.
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield noted
-    finally:
-        FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
-        FileSystemWriterAsync.finish = finish
+    def _each(self, tensors: list[tuple[WriteItem, torch.Tensor]]) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+        for item, tensor in tensors:
+            if self._given_up.is_set():
+                raise RuntimeError("given up")
+            tensor = tensor.cpu()
+            # torch.save writes all of a storage, also where the tensor is a part of it
+            yield item, tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _forget_frames(error: BaseException | None) -> None:
     """Break the cycle of exception and frames that the writer leaves: collecting the buffers in it crashes CPython 3.12."""
     while error is not None:
         error.__traceback__ = None
-        error = error.__context__
+        error = error.__cause__ or error.__context__
 
 
 def _reason(error: BaseException) -> str:
+    """What the operating system says, where it says something."""
     below: BaseException | None = error
     while below is not None:
         if isinstance(below, OSError) and below.strerror:

@@ -18,10 +18,11 @@ from pathlib import Path
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_megatron.config.fragments import files_of, read_yaml
+from hybrid_megatron.config.fragments import RECIPES, files_of, read_yaml
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.config.setting_types import read_override, type_problems
 from hybrid_megatron.config.studies import find_run
+from hybrid_megatron.config.validate_tracking import LONGEST_TAG
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.quantities import parse_count
 
@@ -42,11 +43,19 @@ def load_recipe(words: list[str], beneath: dict | None = None) -> RunConfig:
     """
     if not words:
         raise ConfigError("no recipe given: name a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k")
+    study = None
     if _names_a_run(words[0]):
-        words = [*find_run(words[0]).arguments(), *words[1:]]
+        run = find_run(words[0])
+        study, words = run.study, [*run.arguments(), *words[1:]]
     recipe, overrides = words[0], words[1:]
-    files = [("defaults", beneath or {})] + [(path.name, read_yaml(path)) for path in files_of(_words_of(recipe))]
-    return _filled(RunConfig, files + _read_overrides(overrides), recipe, lambda merged: _name_the_run(merged, recipe, overrides))
+    files = files_of(_words_of(recipe))
+
+    def fill(merged) -> None:
+        _name_the_run(merged, recipe, overrides)
+        _sort_among_runs(merged.tracking, recipe, files, study)
+
+    layers = [("defaults", beneath or {})] + [(path.name, read_yaml(path)) for path in files]
+    return _filled(RunConfig, layers + _read_overrides(overrides), recipe, fill)
 
 
 def _names_a_run(word: str) -> bool:
@@ -116,13 +125,26 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 def _name_the_run(merged, recipe: str, overrides: list[str]) -> None:
     """Fill `name` and `run_dir`: the recipe's words, and a hash of the overrides, so that two variants never share a folder."""
-    stem = "+".join(Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in _words_of(recipe))
     if OmegaConf.is_missing(merged, "name"):
-        merged.name = stem
+        merged.name = "+".join(_stems_of(recipe))
     told = sorted(word for word in overrides if word.split("=")[0] not in ("name", "run_dir"))
     variant = "-" + hashlib.sha256("\n".join(told).encode()).hexdigest()[:8] if told else ""
     if OmegaConf.is_missing(merged, "run_dir"):
         merged.run_dir = f"runs/{merged.name}{variant}"
+
+
+def _sort_among_runs(tracking, recipe: str, files: list[Path], study: str | None) -> None:
+    """Fill what wandb finds a run by: its study, its stage, and the words of its recipe."""
+    if tracking.group is None:
+        tracking.group = study
+    if tracking.job_type is None:
+        tracking.job_type = "+".join(path.stem for path in files if path.parent == RECIPES / "stages") or None
+    if tracking.tags is None:
+        tracking.tags = list(dict.fromkeys(stem[:LONGEST_TAG] for stem in _stems_of(recipe)))
+
+
+def _stems_of(recipe: str) -> list[str]:
+    return [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in _words_of(recipe)]
 
 
 def _words_of(recipe: str) -> list[str]:

@@ -28,7 +28,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     """For TransformerBlock, the parallel linear layers and the pipeline schedules.
 
     Gradients are summed over tokens and divided once by the number of predicted tokens of the whole batch (`calculate_per_token_loss`),
-    so a loss does not depend on how the batch is cut. Fusions that need Apex, TE or torch.compile at import are off.
+    so a loss does not depend on how the batch is cut. Fusions that need Apex or TE are off. That of SwiGLU is megatron-core's own function
+    of gate and up, which keeps nothing but them; on CUDA it is compiled to one kernel forward and one backward.
     """
     model, parallel = config.model, config.parallel
     interleaved = parallel.virtual_pipeline > 1
@@ -64,19 +65,19 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
 
 
-def sharding_metadata(dp_cp_group: ProcessGroup) -> dict:
-    """How dist_checkpointing shards states; one choice for saving, loading and initialising.
+def sharding_metadata(dp_cp_group: ProcessGroup, optimizer: str = "fully_reshardable") -> dict:
+    """How dist_checkpointing shards states; one choice for saving, loading and initialising, but for the optimizer's (checkpoint/form.py).
 
-    `fully_reshardable`: the optimizer state moves between layouts. `non_homogeneous_layers`: layers of one model may differ.
+    `non_homogeneous_layers`: layers of one model may differ.
     """
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": optimizer,
         "non_homogeneous_layers": True,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

@@ -257,9 +257,40 @@ class ValidationConfig:
 @dataclass
 class CheckpointConfig:
     interval_steps: int = MISSING
-    """Steps between two checkpoints; one more is made after the last step, and one on SIGTERM or SIGINT."""
+    """Steps between two rolling checkpoints, from which a run resumes under the same tensor, pipeline and virtual pipeline sizes. One more
+    is made when SIGTERM or SIGUSR1 stops the run."""
     keep_last: int = 2
-    """Newest checkpoints kept; older ones are removed once a newer one is complete."""
+    """A rolling checkpoint is removed once so many newer ones, of either kind, are complete."""
+    permanent_interval_steps: Optional[int] = None
+    """Steps between two permanent checkpoints, from which a run resumes under any layout, and which are never removed; where both are due
+    this one is made. null: none in between. One more is made after the last step, and when SIGINT (Ctrl-C) stops the run."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy of the state in host memory (`python -m launch plan` says how large it is; where there is
+    no room for it, training waits, with a warning). false: training waits until all is written, and no copy is kept."""
+
+
+@dataclass
+class StabilityConfig:
+    """What a run does about a step that looks wrong, before it changes any parameter (training/stability.py).
+
+    stop: the run ends, keeping the parameters from before the step. skip: the step's batch is left out: no update, and everything goes on
+    as if there had been one. warn: an event, a metric and a printed line, and the update is made. ignore: nobody looks.
+    """
+
+    non_finite: str = "stop"
+    """stop or skip: a loss or a gradient norm that is NaN or infinite."""
+    loss_spike: str = "warn"
+    """ignore, warn, skip or stop: a loss above the mean of the last `window` steps by more than `sigmas` of their standard deviations."""
+    grad_norm_spike: str = "warn"
+    """The same for the gradient norm before clipping."""
+    window: int = 128
+    """Steps before the present one that it is compared with; nothing is a spike before half of them are there."""
+    sigmas: float = 6.0
+    max_skipped: int = 10
+    """Most steps in a row that may be skipped for what they computed; one more stops the run."""
+    skip_steps: list[list[int]] = field(default_factory=list)
+    """Steps whose batches are left out unseen, as [first, last], counted as in metrics.jsonl: [[961, 976]]. A run that is resumed may have
+    others than before behind the checkpoint that it goes on from."""
 
 
 @dataclass
@@ -267,9 +298,31 @@ class TrackingConfig:
     log_interval: int = 10
     """Steps between two printed lines; `metrics.jsonl` holds every step."""
     wandb: str = "auto"
-    """auto: online if this user is logged in, else offline. online, offline, or disabled."""
+    """auto: online if this user is logged in and the server answers, else offline. online, offline, or disabled."""
     project: str = "hybrid-megatron"
     """wandb project."""
+    entity: Optional[str] = None
+    """wandb user or team that owns the project; null: the default of whoever is logged in."""
+    group: Optional[str] = None
+    """Runs that wandb shows together; a run of a study has the study's name unless set."""
+    job_type: Optional[str] = None
+    """What kind of run of its group it is; the recipe's stage, e.g. pretrain_4k, unless set."""
+    tags: Optional[list[str]] = None
+    """The recipe's words unless set."""
+
+
+@dataclass
+class WatchdogConfig:
+    """Ends all processes of a run in which one hangs, so that it can be started again (training/watchdog.py).
+
+    A limit is on the time without progress, not on a whole step: a phase of a step, or each of its micro-batches.
+    """
+
+    step_seconds: Optional[float] = 900.0
+    """Longest time without progress, saving a checkpoint included; null: no watchdog, and operations between processes wait as long as they
+    must, as a debugger needs it."""
+    first_step_seconds: float = 1800.0
+    """The same until the first step is done, in which a checkpoint is loaded and kernels are compiled and tuned."""
 
 
 @dataclass
@@ -351,7 +404,9 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     @property
     def batch_plan(self) -> BatchPlan:

@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from hybrid_megatron.config.schema import ParallelConfig, RunConfig
 from hybrid_megatron.config.validate_longce import longce_problems
 from hybrid_megatron.config.validate_schedule import SHAPES, batch_problems, schedule_problems
+from hybrid_megatron.config.validate_stability import NON_FINITE, SPIKE, stability_problems
+from hybrid_megatron.config.validate_tracking import tracking_problems
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer, LayerPlan, plan_layers
@@ -20,7 +22,10 @@ def validate(config: RunConfig, world_size: int) -> None:
     basic = basic_problems(config)
     if basic:  # the rules below compute with these values
         raise ConfigError(basic)
-    rules = (_layers, tensor_problems, _sequence, context_problems, pipeline_problems, schedule_problems, longce_problems)
+    rules = (
+        _layers, tensor_problems, _sequence, context_problems, pipeline_problems, schedule_problems, longce_problems, stability_problems,
+        tracking_problems, watchdog_problems,
+    )  # fmt: skip
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _world_and_batch(config, world_size)
     if problems:
@@ -33,7 +38,9 @@ def basic_problems(config: RunConfig) -> list[str]:
 
 
 def _positive(config: RunConfig) -> Iterator[str]:
-    names = ("model", "parallel", "optimizer", "schedule", "longce", "train", "validation", "checkpoint", "tracking")
+    names = (
+        "model", "parallel", "optimizer", "schedule", "longce", "train", "validation", "checkpoint", "stability", "tracking", "watchdog",
+    )  # fmt: skip
     sections = [("", config), *((name, getattr(config, name)) for name in names)]
     sections += [(f"model.{mixer}", getattr(config.model, mixer)) for mixer in MIXERS]
     sections += [(f"pattern[{i}]", entry) for i, entry in enumerate(config.pattern)]
@@ -67,6 +74,9 @@ def _choices(config: RunConfig) -> Iterator[str]:
         ("train.recompute", config.train.recompute, ("none", "selective", "full")),
         ("schedule.shape", config.schedule.shape, SHAPES),
         *exchanges(config.parallel),
+        ("stability.non_finite", config.stability.non_finite, NON_FINITE),
+        ("stability.loss_spike", config.stability.loss_spike, SPIKE),
+        ("stability.grad_norm_spike", config.stability.grad_norm_spike, SPIKE),
         ("tracking.wandb", config.tracking.wandb, ("auto", "online", "offline", "disabled")),
     )
 
@@ -162,6 +172,15 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"parallel.virtual_pipeline={chunks}: it cuts pipeline stages into chunks and parallel.pipeline=1; "
             "leave it out or raise parallel.pipeline"
+        )
+
+
+def watchdog_problems(config: RunConfig) -> Iterator[str]:
+    watchdog = config.watchdog
+    if watchdog.step_seconds is not None and watchdog.first_step_seconds < watchdog.step_seconds:
+        yield (
+            f"watchdog.first_step_seconds={watchdog.first_step_seconds:g}: the first step does what a later one does and compiles kernels, "
+            f"so it must have at least watchdog.step_seconds={watchdog.step_seconds:g}"
         )
 
 

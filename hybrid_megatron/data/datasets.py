@@ -81,6 +81,14 @@ def _open_whole_documents(config: RunConfig, split: str, prefix: Path) -> Datase
     return Dataset(prefix, samples, stream.fingerprint)
 
 
+def files_of(dataset: Dataset) -> list[Path]:
+    """Every file that is read when `dataset` is: tokens, their index, the manifest if there is one, index maps."""
+    prefix = dataset.prefix
+    files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+    files += [manifest_path(prefix)] if manifest_path(prefix).is_file() else []
+    return files + (_map_files(dataset.samples) if isinstance(dataset.samples, GPTDataset) else [])
+
+
 def train_fingerprint(config: RunConfig) -> str:
     """Identity of `data.train`, without its index maps. Raises DataError."""
     prefix = _prefix(config, "train")

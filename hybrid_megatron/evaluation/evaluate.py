@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_megatron import platform
-from hybrid_megatron.checkpoint.save_load import load_weights
+from hybrid_megatron.checkpoint.load import load_weights
 from hybrid_megatron.checkpoint.store import CheckpointStore, Progress
 from hybrid_megatron.config import EvaluationConfig, RunConfig, load_recipe
 from hybrid_megatron.config.validate_evaluation import validate_evaluation

@@ -66,7 +66,7 @@ def account(config: RunConfig, plan: LayerPlan) -> Accounts:
         short_flops_per_token=_short_flops(config, groups) / context if config.longce.enabled else 0.0,
         state_bytes=by_mixer(lambda mixer, group: mixer.state_bytes(model, group, context)),
         activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element))
-        | {"order": sum(UnitOrder(model, layer.groups).copied_rows for layer in plan) * context * element},
+        | {"order": sum(UnitOrder(model, layer.groups).copied_rows(element) for layer in plan) * context * element},
         context_bytes=by_mixer(lambda mixer, group: mixer.context_bytes(model, group, context, parallel, element)),
     )
 

@@ -46,7 +46,7 @@ class MixerLayer(MegatronModule):
         TransformerBlock hands `packed_seq_params` from the model to every layer untouched; it carries the sequence layout.
         """
         projected, _ = self.in_proj(hidden)
-        parts = self.order.cut(projected.transpose(0, 1))
+        parts = cut_batch_first(projected, self.order)
         if self.order.shared:
             shared = self.order.cut_shared(self.shared_proj(hidden).transpose(0, 1))
             parts = [own | common for own, common in zip(parts, shared)]
@@ -66,6 +66,29 @@ class MixerLayer(MegatronModule):
         for name in ("in_proj", "out_proj"):
             state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.ranks.tp)
         return state
+
+
+def cut_batch_first(projected: Tensor, order: UnitOrder) -> list[dict[str, Tensor]]:
+    """`order.cut` of projected [s, b, rows] as [b, s, rows]."""
+    parts = iter(_Cut.apply(projected, order))
+    return [{name: next(parts) for name in part} for part in order.places(projected)]
+
+
+class _Cut(torch.autograd.Function):
+    """The gradients of all parts are put side by side as the projection has them: torch would join them batch first and turn them round."""
+
+    @staticmethod
+    def forward(ctx, projected: Tensor, order: UnitOrder) -> tuple[Tensor, ...]:
+        ctx.order, ctx.shape = order, projected.shape
+        return tuple(rows for part in order.cut(projected.transpose(0, 1)) for rows in part.values())
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        joined = gradients[0].new_empty(ctx.shape)
+        places = [place for part in ctx.order.places(joined.transpose(0, 1)) for place in part.values()]
+        for place, gradient in zip(places, gradients):
+            place.copy_(gradient.unflatten(-2, place.shape[-3:-1]))
+        return joined, None
 
 
 class SharedProjection(torch.nn.Module):

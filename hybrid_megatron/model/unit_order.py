@@ -21,6 +21,7 @@ class UnitOrder:
     """Sizes of a layer's units, and the cutting and joining of what runs in their order."""
 
     def __init__(self, model: ModelConfig, groups: tuple[HeadGroup, ...]):
+        self._model, self._groups = model, groups
         counts = [MIXERS[group.mixer].units(model, group) for group in groups]
         self.units = math.gcd(*counts)
         """Layer units, over all tensor ranks."""
@@ -45,24 +46,31 @@ class UnitOrder:
         """Rows of the shared projection; 0 where no group has any."""
         return sum(sum(rows.values()) for rows in self.shared_rows)
 
-    @property
-    def copied_rows(self) -> int:
-        """Rows that `cut` copies, over all units: those of a group with several units in a layer unit lie in pieces."""
+    def copied_rows(self, element: int) -> int:
+        """Rows that `cut` copies while they stay in the projection too, over all units; `element` bytes each. Copied are those of a group
+        with several units in a layer unit, which lie in pieces; the projection stays if another group keeps its rows where they are."""
+        aligned = sum(inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows)) * element % 16 == 0
+        stays = any(
+            inside == 1 and MIXERS[group.mixer].keeps_rows(self._model, group, aligned) for inside, group in zip(self._inside, self._groups)
+        )
         copied = sum(inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows) if inside > 1)
-        return self.units * copied if len(self._inside) > 1 else 0
+        return self.units * copied if stays and len(self._inside) > 1 else 0
 
     def possible_tensor_sizes(self) -> list[int]:
         return [size for size in range(1, self.units + 1) if self.units % size == 0]
 
     def cut(self, projected: Tensor) -> list[dict[str, Tensor]]:
         """[..., rows of some whole layer units] -> for each group its named rows, each [..., units of the group, size]."""
+        return [{name: rows.flatten(-3, -2) for name, rows in part.items()} for part in self.places(projected)]
+
+    def places(self, projected: Tensor) -> list[dict[str, Tensor]]:
+        """As `cut`, but views: each [..., layer units, units of the group in one, size]."""
         widths = [inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows)]
-        by_unit = projected.unflatten(-1, (-1, sum(widths)))
-        parts = []
-        for part, inside, rows in zip(by_unit.split(widths, dim=-1), self._inside, self._rows):
-            part = part if inside == 1 else part.unflatten(-1, (inside, -1)).flatten(-3, -2)
-            parts.append(dict(zip(rows, part.split(list(rows.values()), dim=-1))))
-        return parts
+        parts = projected.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+        return [
+            dict(zip(rows, part.unflatten(-1, (inside, -1)).split(list(rows.values()), dim=-1)))
+            for part, inside, rows in zip(parts, self._inside, self._rows)
+        ]
 
     def cut_shared(self, projected: Tensor) -> list[dict[str, Tensor]]:
         """[..., shared rows] -> for each group its named shared rows, each [..., size]."""

@@ -9,11 +9,20 @@ first.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-CHUNK_ELEMENTS = 2**27  # float32 logits in memory at once: 512 MiB
+from hybrid_megatron.ops import cross_entropy
+
+CHUNK_ELEMENTS = 3 * 2**26
+"""Logits in memory at once: 768 MiB in float32, and half as much again for their gradient in bfloat16."""
+_ROUND = 128  # tokens of a chunk are a multiple of it, where there are so many: whole tiles for the products
+
+
+def chunk_tokens(words: int) -> int:
+    """Tokens of a chunk of logits over so many words, if there are as many."""
+    tokens = max(1, CHUNK_ELEMENTS // words)
+    return tokens - tokens % _ROUND if tokens > _ROUND else tokens
 
 
 def linear_cross_entropy(
@@ -47,21 +56,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights = token_weights if weigh is None else torch.empty_like(losses)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        size = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        size = chunk_tokens(weight.shape[0])
         for at in range(0, hidden.shape[0], size):
             here = slice(at, at + size)
-            logits = _matmul(hidden[here], weight.T, wide)
-            losses[here] = _cross_entropy_(logits, targets[here] - first, group)
+            logits, words = _matmul(hidden[here], weight.T, wide), targets[here] - first
+            own = cross_entropy.row_sums(logits, words)
+            joined = cross_entropy.over_ranks(own, group)
+            losses[here] = joined.losses
             if weigh is not None:
                 weights[here] = weigh(token_weights[here], losses[here])
             if grad_hidden is None and grad_weight is None:
                 continue
-            logits *= weights[here, None]
-            grad = logits.to(hidden.dtype)
+            grad = cross_entropy.gradient(logits, words, own, joined, weights[here], hidden.dtype)
+            del logits  # in the type of the gradient, or gone before the next ones come
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[here])
             if grad_weight is not None:
-                grad_weight += _matmul(grad.T, hidden[here], wide)
+                _add_matmul_(grad_weight, grad.T, hidden[here])
+            del grad
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
@@ -73,28 +85,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None
 
 
-def _cross_entropy_(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
-    """Cross entropy [t] of logits [t, vocab / tp]; `logits` becomes its gradient, probability minus one-hot. Targets count from this rank's
-    first word."""
-    highest = logits.amax(dim=-1)
-    if group.size() > 1:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    logits -= highest[:, None]
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    mine = (targets >= 0) & (targets < logits.shape[1])
-    word = targets.clamp(0, logits.shape[1] - 1)
-    chosen = logits[rows, word] * mine
-    torch.exp(logits, out=logits)
-    totals = torch.stack((logits.sum(dim=-1), chosen))
-    if group.size() > 1:
-        dist.all_reduce(totals, group=group)
-    logits /= totals[0, :, None]
-    logits[rows, word] -= mine.to(logits.dtype)
-    return totals[0].log() - totals[1]
-
-
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b accumulated and returned in `dtype`."""
     if a.dtype == dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else (a.to(dtype) @ b.to(dtype))
+
+
+def _add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, accumulated in total's dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -7,15 +7,21 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from hybrid_megatron import platform
 from hybrid_megatron.config.schema import ParallelConfig
 from hybrid_megatron.errors import UserError
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+_TIMEOUT = timedelta(minutes=30)
+"""As megatron-core's own."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +62,33 @@ class ParallelState:
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over data and context ranks of the last stage, then make it known to every stage. In place."""
-        if self.is_last_stage:
-            dist.all_reduce(values, group=self.groups.dp_cp)
-        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=self.groups.pp)
+        """Sum over data and context ranks of the last stage; all ranks get it, to the bit, and so may decide by it. In place.
+
+        Tensor ranks hold the same values but for rounding; those of the first one count.
+        """
+        if not self.is_last_stage or self.groups.tp.rank() != 0:
+            values.zero_()
+        dist.all_reduce(values)
         return values
 
-    def highest(self, value: int) -> int:
-        """The largest of all ranks' values, on every rank."""
+    def highest(self, mine: list[int]) -> list[int]:
+        """The largest of all ranks' values in each place, on every rank; one collective call however many there are."""
         if self.world_size == 1:
-            return value
-        values = torch.tensor([value], device=platform.device())
+            return mine
+        values = torch.tensor(mine, device=platform.device())
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return int(values.item())
+        return values.tolist()
 
     def of_all_ranks(self, value) -> list:
         """Every rank's value, on every rank; any picklable object."""
         values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations that begin from now on may wait for other ranks, in all groups of this process."""
+        for group in list(_world.pg_map):
+            _set_pg_timeout(timeout, group)
 
     def from_rank_0(self, value):
         """Rank 0's value, on every rank; any picklable object."""
@@ -105,18 +119,22 @@ def global_rank() -> int:
 
 
 @contextlib.contextmanager
-def start(parallel: ParallelConfig, seed: int) -> Iterator[ParallelState]:
-    """Start torch.distributed and megatron-core's groups for this layout; destroy both at the end, whatever happens."""
+def start(parallel: ParallelConfig, seed: int, timeout: timedelta = _TIMEOUT) -> Iterator[ParallelState]:
+    """Start torch.distributed and megatron-core's groups for this layout; destroy both at the end, whatever happens.
+
+    Operations between ranks, and their coming together, may wait for `timeout`.
+    """
     if world_size() > 1:
-        dist.init_process_group(platform.backend())
+        dist.init_process_group(platform.backend(), timeout=timeout)
     else:  # alone: no port, no address
-        dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(platform.backend(), timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
         )
         # Nothing in a training step draws random numbers, but megatron-core forks this generator under sequence parallelism.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

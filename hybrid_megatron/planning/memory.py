@@ -3,7 +3,7 @@
 Letters: t tokens of a micro-batch on a rank, h hidden size, f FFN size, V vocabulary, e bytes of an activation, T tensor ranks, S = T
 under sequence parallelism and 1 without, P parameters of this rank, R ranks of data times context.
 
-Against two runs on one H200 (776m, pretrain_4k, 2 micro-batches of 8 x 4,096 tokens): rope 45.8 GiB measured, gdn_nope_lh 52.9.
+Against runs on one H200 (776m, 8 x 4,096 tokens): rope 38.3 GiB measured, gdn_nope_lh 41.6.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer
 from hybrid_megatron.model.unit_order import UnitOrder
-from hybrid_megatron.ops.linear_cross_entropy import CHUNK_ELEMENTS
+from hybrid_megatron.ops.linear_cross_entropy import chunk_tokens
 from hybrid_megatron.planning.layout import Layout
 
 GIB = 2**30
@@ -191,8 +191,8 @@ def norm_bytes(layout: Layout) -> int:
 
 
 def mlp_bytes(layout: Layout) -> int:
-    """Inside the SwiGLU block 5 f t e / T: gate and up in one tensor, SiLU(gate), up + 0 (megatron-core's `glu_linear_offset`), product."""
-    return 5 * layout.config.model.ffn_size // layout.config.parallel.tensor * layout.local_tokens * layout.element
+    """Inside the SwiGLU block 3 f t e / T: gate and up in one tensor, and their product."""
+    return 3 * layout.config.model.ffn_size // layout.config.parallel.tensor * layout.local_tokens * layout.element
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
@@ -201,7 +201,7 @@ def mixer_bytes(layout: Layout, layer: Layer) -> int:
     order = UnitOrder(model, layer.groups)
     shared = order.shared * tokens * element
     kept = sum(MIXERS[group.mixer].activation_bytes(model, group, tokens, element) for group in layer.groups)
-    return (kept - shared + order.copied_rows * tokens * element) // tensor + shared + _context(layout, layer)
+    return (kept - shared + order.copied_rows(element) * tokens * element) // tensor + shared + _context(layout, layer)
 
 
 def _context(layout: Layout, layer: Layer) -> int:
@@ -223,27 +223,26 @@ def _residual(layout: Layout) -> int:
 def backward_bytes(layout: Layout, layer: Layer) -> int:
     """The backward pass of one layer, beside all that was kept: what is computed again, and gradients.
 
-    In the SwiGLU block the product is freed when three gradients of its size, 3 f t e / T, are there: 2 f t e / T more than was kept.
-    In the mixers, then without the block's 5 f t e / T, each kept tensor has a gradient of its size at most. In both the gradients of the
+    In the SwiGLU block the product is freed before the gradients of gate and up, 2 f t e / T, join its own: 2 f t e / T more than was kept.
+    In the mixers, then without the block's 3 f t e / T, each kept tensor has a gradient of its size at most. In both the gradients of the
     residual and of the layer's input, the second gathered over tensor ranks.
     """
     recompute, mlp = layout.config.train.recompute, mlp_bytes(layout)
     again = {"none": 0, "selective": mlp, "full": layer_bytes(layout, layer) - _residual(layout)}[recompute]
     gradients = _residual(layout) + _residual(layout) * layout.residual_share
-    return gradients + max(again + 2 * mlp // 5, again - mlp + mixer_bytes(layout, layer))
+    return gradients + max(again + 2 * mlp // 3, again - mlp + mixer_bytes(layout, layer))
 
 
 def loss_bytes(layout: Layout) -> int:
     """The last norm and the cross entropy, at its product for the weight's gradient (ops/linear_cross_entropy.py).
 
     The norm's input and output, h t e / S each, gathered h t e, gradient of the hidden states h t e; a chunk of logits in float32 and its
-    copy in the activations' type; of the weight's gradient in float32, 4 h V / T, the sum and one chunk's product (or, where that is
-    larger, the next chunk's logits).
+    gradient in the activations' type; the weight's gradient in float32, 4 h V / T.
     """
     config, tensor = layout.config, layout.config.parallel.tensor
     words = config.model.vocab_size // tensor
-    chunk = words * min(max(1, CHUNK_ELEMENTS // words), layout.local_tokens)
+    chunk = words * min(chunk_tokens(words), layout.local_tokens)
     weight = 4 * words * config.model.hidden_size
     copy = chunk * layout.element if layout.element == 2 else 0
     hidden = norm_bytes(layout) + _residual(layout) * layout.residual_share * (2 if layout.residual_share > 1 else 1)
-    return hidden + 4 * chunk + copy + weight + max(weight, 4 * chunk)
+    return hidden + 4 * chunk + copy + weight

@@ -14,6 +14,8 @@ and for each number of GPUs, by that number as text; null where the recipe's own
   rank_grid             layout (sizes), groups of ranks by kind, within_nodes: of each kind whether nodes of 8 GPUs hold its groups whole
   memory_gib_per_gpu    peak, moment (of the peak), stage (that needs most), its parts, device (139), usable, fits; stages: the same of all
   communication_gib_per_step   sent by the busiest GPU, by kind: gradients, parameters, tensor, context, pipeline
+  checkpoint_gib        disk (one checkpoint), and of host memory for each GPU: copy (of what it writes beside training), gather (for a
+                        moment, when a permanent checkpoint is saved)
   time                  device, peak_flops, mfu, mfu_from, tokens_per_second_per_gpu, step_seconds, hours, gpu_hours
   layouts               all in which the recipe runs: tensor, context, pipeline, data, micro_batches, memory_gib, fits
   suggestion            overrides to paste, recompute, sizes, micro_batch, memory_gib, hours; null if none fits
@@ -21,6 +23,7 @@ and for each number of GPUs, by that number as text; null where the recipe's own
 
 from dataclasses import asdict
 
+from hybrid_megatron.checkpoint.sizes import checkpoint_bytes, gather_bytes
 from hybrid_megatron.config.schema import ParallelConfig, RunConfig
 from hybrid_megatron.config.validate import basic_problems
 from hybrid_megatron.config.validate_schedule import schedule_problems
@@ -32,11 +35,11 @@ from hybrid_megatron.parallel.rank_grid import rank_groups, within_nodes
 from hybrid_megatron.planning.choices import H200_GIB, USABLE, fits, layouts, overrides, possible_sizes, suggest
 from hybrid_megatron.planning.communication import communication
 from hybrid_megatron.planning.layout import Layout, problems_of
-from hybrid_megatron.planning.memory import GIB, Memory, memory, peak_memory
+from hybrid_megatron.planning.memory import GIB, Memory, memory, peak_memory, rank_params
 from hybrid_megatron.planning.pace import pace
 from hybrid_megatron.training.schedule import learning_rate
 
-BY_GPUS = ("batch", "rank_grid", "memory_gib_per_gpu", "communication_gib_per_step", "time", "layouts", "suggestion")
+BY_GPUS = ("batch", "rank_grid", "memory_gib_per_gpu", "communication_gib_per_step", "checkpoint_gib", "time", "layouts", "suggestion")
 
 
 def make_plan(config: RunConfig, gpus: list[int], mfu: float | None = None) -> dict:
@@ -128,6 +131,7 @@ def _on(config: RunConfig, plan: LayerPlan, gpus: int, mfu: float | None) -> dic
     }
     result["memory_gib_per_gpu"] = _memory(layout)
     result["communication_gib_per_step"] = {kind: sent / GIB for kind, sent in communication(layout).items()}
+    result["checkpoint_gib"] = _checkpoint(layout)
     result["time"] = pace(layout, mfu)
     return result
 
@@ -152,6 +156,16 @@ def _memory(layout: Layout) -> dict:
     most = max(stages, key=lambda stage: stage.peak)
     device = {"device": H200_GIB, "usable": H200_GIB * USABLE, "fits": fits(most.peak)}
     return _gib(most) | device | {"stages": [_gib(stage) for stage in stages]}
+
+
+def _checkpoint(layout: Layout) -> dict:
+    stages = range(layout.config.parallel.pipeline)
+    most = max(rank_params(layout, stage).total for stage in stages)
+    return {
+        "disk": checkpoint_bytes(account(layout.config, layout.plan).total_params, layout.element) / GIB,
+        "copy": checkpoint_bytes(most, layout.element) / layout.shards / GIB,
+        "gather": gather_bytes(most, layout.shards) / GIB,
+    }
 
 
 def _gib(of: Memory) -> dict:

@@ -140,6 +140,12 @@ def _own_layout(plan: dict, count: str) -> Iterator[str]:
     yield _line("", f"{parts}; {memory['moment']} {need:.2f}")
     sent = ", ".join(f"{kind} {size:.2f}" for kind, size in plan["communication_gib_per_step"][count].items() if size)
     yield _line("sends", f"GiB a step and GPU: {sent or 'nothing'}")
+    saved = plan["checkpoint_gib"][count]
+    yield _line(
+        "checkpoint",
+        f"{saved['disk']:.1f} GiB on disk; host memory a GPU: {saved['copy']:.2f} GiB to write it beside training, "
+        f"{saved['gather']:.1f} GiB for a moment to gather a permanent one",
+    )
     yield _line(
         "time",
         f"{_duration(time['hours'])} = {time['gpu_hours']:,.1f} GPU hours; {time['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, "

@@ -20,9 +20,11 @@ from hybrid_megatron.platform.device import (
     select_device,
     synchronize,
 )
+from hybrid_megatron.platform.host import available_host_memory
 from hybrid_megatron.platform.quiet import silence_megatron
 
 __all__ = [
+    "available_host_memory",
     "backend",
     "device",
     "device_name",

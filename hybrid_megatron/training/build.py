@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_megatron.checkpoint.save_load import load_weights
+from hybrid_megatron.checkpoint.load import load_weights
 from hybrid_megatron.checkpoint.store import Progress
 from hybrid_megatron.config.megatron import ddp_config
 from hybrid_megatron.config.schema import RunConfig

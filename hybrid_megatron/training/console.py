@@ -63,18 +63,29 @@ class Console:
     def initialised(self, checkpoint: Path, origin: Progress) -> None:
         self.say(f"init_from  {checkpoint} ({origin.tokens:,} tokens), its parameters alone")
 
+    def found(self, step: int, sentence: str, action: str) -> None:
+        """What looks wrong about a step, and what is done about it."""
+        self.say(f"stability  step {step}: {sentence}; " + {"warn": "the update is made", "skip": "no update is made"}[action])
+
     def step(self, metrics: dict[str, float]) -> None:
         """One line every `tracking.log_interval` steps, with the time left by the mean pace of this session."""
         now, step, tokens = time.perf_counter(), metrics["step"], metrics["tokens"]
         if self.began is None:  # the first step compiles and warms up: not part of the pace
             self.began, self.first = now, tokens
+        elif "tokens_per_second_per_gpu" not in metrics:  # neither is a step that was left out
+            self.first += self.config.batch_plan.batch_tokens(step - 1)
         shown = step % self.config.tracking.log_interval == 0 or step == self.config.num_steps or "validation_loss" in metrics
         if not shown and step > 1:
             return
-        line = (
-            f"step {step:>6}/{self.config.num_steps}  {tokens / 1e6:>9.2f}M tokens  loss {metrics['lm_loss']:.4f}  "
-            f"lr {metrics['lr']:.2e}  grad {metrics['grad_norm']:.2f}  {metrics['tokens_per_second_per_gpu']:>9,.0f} tok/s"
-        )
+        line = f"step {step:>6}/{self.config.num_steps}  {tokens / 1e6:>9.2f}M tokens  "
+        line += f"loss {metrics['lm_loss']:.4f}  " if "lm_loss" in metrics else "no loss      "  # left out, or not a number
+        line += f"lr {metrics['lr']:.2e}"
+        if "grad_norm" in metrics:
+            line += f"  grad {metrics['grad_norm']:.2f}"
+        if "tokens_per_second_per_gpu" in metrics:
+            line += f"  {metrics['tokens_per_second_per_gpu']:>9,.0f} tok/s"
+        if "skipped" in metrics:
+            line += "  skipped"
         if "longce_mean_weight" in metrics:
             line += f"  mean weight {metrics['longce_mean_weight']:.3f}"
         if "mfu" in metrics:
@@ -90,7 +101,12 @@ class Console:
         self.say(f"complete   this run has done all its {step:,} steps; {self._result()}")
         self.say(f"run folder {self.config.run_dir}")
 
-    def finish(self, step: int, stopped_by: str | None, plot: Path | None) -> None:
+    def stopped_before(self, step: int, by: str) -> None:
+        """A run that was asked to stop before it had done a step."""
+        done = f"before the next step: {step:,} are done, as its newest checkpoint has them" if step else "before its first step"
+        self.say(f"stopped    by {by} {done}, nothing lost; run the same command again to {'resume' if step else 'begin'}")
+
+    def finish(self, step: int, stopped_by: str | None, plot: Path | None, sync_command: str | None) -> None:
         if stopped_by:
             self.say(f"stopped    by {stopped_by} after step {step:,}, with a checkpoint; run the same command again to resume")
         else:
@@ -98,19 +114,27 @@ class Console:
         self.say(f"run folder {self.config.run_dir}")
         if plot is not None:
             self.say(f"plot       {plot}")
+        if sync_command is not None:
+            self.say(f"wandb      offline; to upload this run, all its parts: {sync_command}")
 
     def _result(self) -> str:
         """Final losses and speed, as metrics.jsonl has them."""
         metrics = read_metrics(Path(self.config.run_dir) / "metrics.jsonl")
         if not metrics:
             return "metrics.jsonl is not there"
-        tail = metrics[-10:]
-        words = [f"training loss {sum(m['lm_loss'] for m in tail) / len(tail):.4f} (mean of the last {len(tail)} steps)"]
+        words = []
+        losses = [m["lm_loss"] for m in metrics if "lm_loss" in m][-10:]
+        if losses:
+            words.append(f"training loss {sum(losses) / len(losses):.4f} (mean of the last {len(losses)} steps)")
         measured = [m["validation_loss"] for m in metrics if "validation_loss" in m]
         if measured:
             words.append(f"validation loss {measured[-1]:.4f}")
-        rates = sorted(m["tokens_per_second_per_gpu"] for m in metrics)
-        words.append(f"{rates[len(rates) // 2]:,.0f} tokens/s per device (median)")
+        rates = sorted(m["tokens_per_second_per_gpu"] for m in metrics if "tokens_per_second_per_gpu" in m)
+        if rates:
+            words.append(f"{rates[len(rates) // 2]:,.0f} tokens/s per device (median)")
+        skipped = sum("skipped" in m for m in metrics)
+        if skipped:
+            words.append(f"{skipped:,} step{'s' if skipped > 1 else ''} skipped")
         return ", ".join(words)
 
 

@@ -4,6 +4,7 @@ import torch
 
 import hybrid_megatron.platform  # noqa: F401  before megatron.core
 import megatron.core.optimizer as megatron_optimizer
+from hybrid_megatron.checkpoint.dp_reshardable import mend_dp_reshardable
 from hybrid_megatron.config.megatron import optimizer_config
 from hybrid_megatron.config.schema import RunConfig
 from megatron.core.distributed import DistributedDataParallel
@@ -41,7 +42,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            step = torch.tensor(float(group["step"]), device=params[0].device)
+            step = torch.full((), float(group["step"]), device=params[0].device)  # torch.tensor would wait for the device
             torch._fused_adamw_(
                 params,
                 [p.grad for p in params],
@@ -73,7 +74,16 @@ def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> 
     optimizer = get_megatron_optimizer(settings, model, config_overrides=overrides)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _find_states_where_they_are(part)
+        mend_dp_reshardable(part)
+        _begin_states(part)
     return optimizer
+
+
+def _begin_states(optimizer: DistributedOptimizer) -> None:
+    """Moments of 0 after 0 steps, so that a checkpoint can be taken before the first update, which may have been skipped."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    for group in optimizer.optimizer.param_groups:
+        group["step"] = 0
 
 
 def _find_states_where_they_are(optimizer: DistributedOptimizer) -> None:

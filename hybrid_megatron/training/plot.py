@@ -14,7 +14,8 @@ def plot_losses(run_dir: Path, baseline: tuple[str, float] | None = None) -> Pat
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="tokens (millions)", ylabel="nats per token", title=run_dir.name)
-    axes.plot([m["tokens"] / 1e6 for m in metrics], [m["lm_loss"] for m in metrics], lw=0.8, label="training loss")
+    trained = [m for m in metrics if "lm_loss" in m]
+    axes.plot([m["tokens"] / 1e6 for m in trained], [m["lm_loss"] for m in trained], lw=0.8, label="training loss")
     measured = [m for m in metrics if "validation_loss" in m]
     if measured:
         axes.plot([m["tokens"] / 1e6 for m in measured], [m["validation_loss"] for m in measured], "o-", ms=3, label="validation loss")

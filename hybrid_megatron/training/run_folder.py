@@ -3,14 +3,16 @@
 config.yaml    the resolved recipe              checkpoints/   step_XXXXXXXX/, see checkpoint/
 metrics.jsonl  one line a step                  wandb/         wandb's own files
 events.jsonl   starts, saves, stops, ...        loss.png       training and validation loss
-RUN_ID         the wandb run id
+RUN_ID         the wandb run id                 logs/          heartbeats/, stacks/, see heartbeat.py, watchdog.py
+.lock.N        who holds the folder, see folder_lock.py
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import json
+import os
 import secrets
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,15 +20,19 @@ from pathlib import Path
 
 from hybrid_megatron.checkpoint.store import CheckpointStore, read_progress
 from hybrid_megatron.config import RunConfig, load_recipe, save_config
+from hybrid_megatron.config.validate_stability import skipped_until
 from hybrid_megatron.data.datasets import train_fingerprint
 from hybrid_megatron.errors import ConfigError, RunError, UserError
 from hybrid_megatron.parallel import ParallelState
+from hybrid_megatron.training.folder_lock import FolderLock, Held
+from hybrid_megatron.training.heartbeat import remove_heartbeats
 
 # What may differ when a run is resumed: it changes how the run is computed or watched, not what it computes. Data files are
 # recognised by their contents (checkpoint/), so that a dataset may move.
 _MAY_CHANGE = (
-    "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "train.micro_batch", "train.recompute",
+    "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "watchdog.", "train.micro_batch", "train.recompute",
     "data.train", "data.valid", "data.tokenizer", "data.cache_dir", "data.repeat",
+    "stability.skip_steps",  # behind the newest checkpoint: `_other_past`
 )  # fmt: skip
 
 
@@ -34,25 +40,29 @@ class RunFolder:
     """Held by rank 0 alone until it is closed or the process ends; `open_run_folder` opens it."""
 
     def __init__(self, path: Path):
-        """Create the folder or take up the one there, and change nothing else in it. Raises RunError if another run holds it."""
+        """Create the folder or take up the one there, and change nothing in it but heartbeats. Raises RunError if another run holds it."""
         self.path = path
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a")
+            self._lock = FolderLock(self.path, say=lambda text: print(text, flush=True), lost=_end_at_once)
         except OSError as error:
             raise RunError(f"run_dir={self.path}: cannot write there ({error.strerror}); give another with run_dir=PATH") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it when the holder dies
-        except BlockingIOError:
-            self._lock.close()
+        except Held as other:
             raise RunError(
-                f"run_dir={self.path}: another process is training in this folder; wait for it, stop it, or give another with run_dir=PATH"
+                f"run_dir={self.path}: another process is training in this folder ({other}); "
+                "wait for it, stop it, or give another with run_dir=PATH"
             ) from None
-        except OSError as error:
-            warnings.warn(f"run_dir={self.path}: its file system has no locks ({error.strerror}), so two runs in it would not be noticed")
+        remove_heartbeats(self.path)
+
+    @property
+    def holding(self) -> int:
+        """Of how many times this folder was held, this is the last."""
+        return self._lock.number
 
     def record(self, config: RunConfig) -> None:
         """Write config.yaml, and RUN_ID if there is none: once everything that could refuse this run has accepted it."""
+        if (before := _windows_before(self.path, config)) is not None:
+            self.event("skip_steps_changed", before=before, now=config.stability.skip_steps)
         with writing(self.path / "config.yaml"):
             save_config(config, self._new("config.yaml"))
             self._put("config.yaml")
@@ -66,21 +76,32 @@ class RunFolder:
         return (self.path / "RUN_ID").read_text().strip()
 
     def event(self, kind: str, **facts) -> None:
-        """Append one line to events.jsonl. A run does not end because that fails."""
-        try:
-            with open(self.path / "events.jsonl", "a") as file:
-                file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts}) + "\n")
-        except OSError as error:
-            warnings.warn(f"{self.path / 'events.jsonl'}: the event {kind!r} cannot be written ({error.strerror})")
+        append_event(self.path, kind, **facts)
 
     def close(self) -> None:
-        self._lock.close()
+        self._lock.release()
 
     def _new(self, name: str) -> Path:
         return self.path / f".{name}.new"
 
     def _put(self, name: str) -> None:
         self._new(name).replace(self.path / name)
+
+
+def append_event(run_dir: Path, kind: str, **facts) -> None:
+    """Append one line to events.jsonl. A run does not end because that fails."""
+    path = run_dir / "events.jsonl"
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind, **facts}) + "\n")
+    except OSError as error:
+        warnings.warn(f"{path}: the event {kind!r} cannot be written ({error.strerror})")
+
+
+def _end_at_once(sentence: str) -> None:
+    """Two runs in one folder spoil it, so this one writes nothing more."""
+    print(f"error: {sentence}; this process ends", file=sys.__stderr__, flush=True)
+    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -108,14 +129,39 @@ def check_same_run(config: RunConfig) -> None:
             f"{file}: missing, though the folder has checkpoints, so it is not known which settings they belong to; put the file back, "
             "or give another run_dir=PATH"
         )
-    before, now = (_flat(dataclasses.asdict(each)) for each in (load_recipe([str(file)]), config))
+    earlier = load_recipe([str(file)])
+    before, now = (_flat(dataclasses.asdict(each)) for each in (earlier, config))
     changed = [key for key in sorted(before | now) if not key.startswith(_MAY_CHANGE) and before.get(key) != now.get(key)]
+    problems = [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
     if changed:
-        raise ConfigError(
-            [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
-            + _other_data(config)
-            + [f"run_dir={folder}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
-        )
+        problems += _other_data(config)
+        problems += [f"run_dir={folder}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
+    problems = _other_past(earlier, config) + problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def _other_past(earlier: RunConfig, config: RunConfig) -> list[str]:
+    """One sentence if the two leave out other batches of the steps that the newest checkpoint has done."""
+    newest = CheckpointStore(config.run_dir).newest()
+    done = int(newest.name.removeprefix("step_")) if newest is not None else 0
+    changed = skipped_until(earlier, done) ^ skipped_until(config, done)
+    if not changed:
+        return []
+    return [
+        f"stability.skip_steps={config.stability.skip_steps}: this run goes on from {newest}, which is behind step {min(changed)}, with "
+        f"{earlier.stability.skip_steps} so far; only steps from {done + 1} on can still be changed. To go further back, move the "
+        f"checkpoints behind step {min(changed) - 1} away"
+    ]
+
+
+def _windows_before(folder: Path, config: RunConfig) -> list[list[int]] | None:
+    """`stability.skip_steps` of a run that has checkpoints and is about to go on with others; None if it is not."""
+    file = folder / "config.yaml"
+    if not file.is_file() or CheckpointStore(folder).newest() is None:
+        return None
+    before = load_recipe([str(file)]).stability.skip_steps
+    return before if before != config.stability.skip_steps else None
 
 
 def _other_data(config: RunConfig) -> list[str]:

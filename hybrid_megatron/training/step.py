@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,14 +17,12 @@ from hybrid_megatron.model.hybrid_model import TokenLoss
 from hybrid_megatron.ops.longce import longce_weights
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.longce import short_losses
+from hybrid_megatron.training.stability import Decision
+from hybrid_megatron.training.watchdog import UNWATCHED, Watch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
-
-
-class NonFinite(Exception):
-    """The loss or the gradient norm of a step is NaN or infinite; the parameters are those from before the step."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,8 @@ class StepResult:
     """Global gradient norm before clipping."""
     data_seconds: float
     """Time this rank waited for its samples."""
+    decision: Decision
+    """Whether the update was made."""
 
 
 class _Timed:
@@ -74,23 +74,28 @@ def train_step(
     stream: BatchStream,
     step: int,
     state: ParallelState,
+    judge: Callable[[int, float, float], Decision],
+    watch: Watch = UNWATCHED,
 ) -> StepResult:
-    """Forward and backward over the step's micro-batches, reduce, clip, update. Raises NonFinite before any parameter changes."""
+    """Forward and backward over the micro-batches of step `step` (0-based), reduce, clip, and update unless `judge` decides otherwise.
+
+    `judge` is asked with the step's number (1-based), loss and gradient norm before clipping, the same on all ranks; where it says no,
+    parameters and optimizer state are those from before the step.
+    """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    batches = _Timed(stream.step(step))
+    batches = _Timed(watch.micro_batches(stream.step(step)))
     losses = forward_backward(config, model, batches, stream.micro_batches(step), state)
-    if not math.isfinite(losses.loss):
-        raise NonFinite(f"the loss is {losses.loss}")
 
+    watch.phase("optimizer")
     optimizer.prepare_grads()
     grad_norm = gradient_norm(optimizer)
-    if not math.isfinite(grad_norm):
-        raise NonFinite(f"the gradient norm is {grad_norm} at a loss of {losses.loss:.4f}")
-    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=config.optimizer.clip_grad, total_norm=grad_norm)
-    optimizer.step_with_ready_grads()
-    return StepResult(losses, grad_norm, batches.seconds)
+    decision = judge(step + 1, losses.loss, grad_norm)
+    if decision.update:
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=config.optimizer.clip_grad, total_norm=grad_norm)
+        optimizer.step_with_ready_grads()
+    return StepResult(losses, grad_norm, batches.seconds, decision)
 
 
 def forward_backward(
@@ -119,12 +124,15 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     return math.sqrt(total.item())
 
 
-def validation_loss(config: RunConfig, model: list[DistributedDataParallel], stream: BatchStream, state: ParallelState) -> float:
+def validation_loss(
+    config: RunConfig, model: list[DistributedDataParallel], stream: BatchStream, state: ParallelState, watch: Watch = UNWATCHED
+) -> float:
     """Mean cross entropy, nats a token, over the first `validation.samples` samples."""
     count = min(config.validation.samples, len(stream.dataset))
     batches = list(stream.first_samples(count))
     with _measuring(model):
-        losses = _run_schedule(config, model, ((batch, batch.weights) for batch in batches), len(batches), state, forward_only=True)
+        weighted = ((batch, batch.weights) for batch in watch.micro_batches(iter(batches), "validation", "validation"))
+        losses = _run_schedule(config, model, weighted, len(batches), state, forward_only=True)
     assert losses.tokens == count * config.train.context, f"{losses.tokens} tokens measured in {count} samples"
     return losses.lm_loss
 

@@ -16,13 +16,14 @@ from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
 from hybrid_megatron.training.build import reduced
 from hybrid_megatron.training.loop import train
+from hybrid_megatron.training.signals import StopRequest
 from hybrid_megatron.training.step import Losses, forward_backward
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 
 def losses(words: list[str]) -> list[dict] | None:
     """Train by the recipe; rank 0 returns the lines of metrics.jsonl."""
-    outcome = train(load_recipe(words))
+    outcome = train(load_recipe(words), StopRequest())
     assert outcome.complete
     return [json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()]
 

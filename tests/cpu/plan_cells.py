@@ -18,8 +18,10 @@ from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import linear_cross_entropy as loss_module
 from hybrid_megatron.parallel import SequenceLayout, start
 from hybrid_megatron.training.build import build_trainer
+from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import train_step
 from megatron.core import parallel_state
+from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers, mappings
 
@@ -37,7 +39,7 @@ def after_a_step(words: list[str]) -> dict[str, int]:
     config = load_recipe(words)
     with start(config.parallel, config.seed) as state, _counted_passes() as passes:
         trainer = build_trainer(config, state, open_dataset(config, "train"), None)
-        train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state)
+        train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state, Stability(config).judge)
         parameters = [p for chunk in trainer.model for p in chunk.parameters()]
         kept = 0
         for part in trainer.optimizer.chained_optimizers:
@@ -128,7 +130,9 @@ def layer_without_mixers(words: list[str]) -> tuple[int, int, int]:
             projected, _ = mixing.in_proj(hidden)
             return mixing.out_proj(projected[..., : mixing.order.columns // config.parallel.tensor].contiguous())
 
-        with patch.object(MixerLayer, "forward", forward), Allocated() as allocated:
+        # Compiled, as it is on CUDA, SwiGLU's backward pass allocates nothing but its result.
+        compiled = patch.object(fused_bias_swiglu, "swiglu_back", lambda gradient, gate_and_up: torch.zeros_like(gate_and_up))
+        with compiled, patch.object(MixerLayer, "forward", forward), Allocated() as allocated:
             hidden = torch.randn(shape, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 output, _ = model.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=layout)
@@ -171,5 +175,5 @@ def sent_to_tensor_ranks(words: list[str]) -> float:
             for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
                 patches.enter_context(patch.object(module, name, counted(getattr(module, name), over)))
         patches.enter_context(patch.object(dist, "all_reduce", counted(dist.all_reduce, 2 * over)))
-        train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state)
+        train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state, Stability(config).judge)
     return sent

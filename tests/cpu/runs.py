@@ -19,12 +19,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from hybrid_megatron.training.outcome import VARIABLE
 from launch import train as train_command
 from tests.cpu.cells import run_folder_metrics
 from tests.cpu.ranks import Ranks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MEASURED = ("step_seconds", "data_seconds", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "peak_memory_gib")
+MEASURED = (
+    "step_seconds", "data_seconds", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "peak_memory_gib", "checkpoint_stall_seconds",
+)  # fmt: skip
 """Metrics that differ between two runs of the same computation."""
 
 
@@ -45,12 +48,16 @@ class Ended:
 
 
 def command(
-    words: list[str], stop: tuple[int, int, str] | None = None, file_limit: int | None = None, file_limit_rank: int | None = None
+    words: list[str],
+    stop: tuple[int, int, str] | None = None,
+    file_limit: int | None = None,
+    file_limit_rank: int | None = None,
+    outcome: Path | None = None,
 ) -> Ended:
     """`python -m launch train WORDS`, inside a rank.
 
-    `stop` = (step, rank, name of a signal): this rank gets the signal in this step. `file_limit`: no file may grow beyond this many bytes,
-    on all ranks or on `file_limit_rank` alone.
+    `stop` = (step, rank, name of a signal): this rank gets the signal in this step, or before the first for step 0. `file_limit`: no file
+    may grow beyond this many bytes, on all ranks or on `file_limit_rank` alone. `outcome`: the file that is told how it ends.
     """
     out, err = io.StringIO(), io.StringIO()
     code = 0
@@ -59,6 +66,7 @@ def command(
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         warnings.catch_warnings(),  # what was said once in this process is said again
+        unittest.mock.patch.dict(os.environ, {VARIABLE: str(outcome)} if outcome else {}),
         _signal_in_step(stop),
         _files_at_most(limited),
     ):
@@ -109,15 +117,22 @@ def _watched(words: list[str], how: dict) -> tuple[Ended, list[tuple[int, bytes]
 def _signal_in_step(stop: tuple[int, int, str] | None) -> Iterator[None]:
     from hybrid_megatron.training import loop
 
-    plain = loop.train_step
+    plain, build = loop.train_step, loop.build_trainer
 
-    def train_step(config, model, optimizer, stream, step, state):
-        if stop is not None and (step + 1, state.rank) == stop[:2]:
+    def reached(step: int) -> None:
+        if stop is not None and (step, int(os.environ["RANK"])) == stop[:2]:
             for _ in range(2):  # as Ctrl-C under torchrun does: from the terminal, and from torchrun
                 signal.raise_signal(signal.Signals[stop[2]])
-        return plain(config, model, optimizer, stream, step, state)
 
-    with unittest.mock.patch.object(loop, "train_step", train_step):
+    def train_step(config, model, optimizer, stream, step, *more):
+        reached(step + 1)
+        return plain(config, model, optimizer, stream, step, *more)
+
+    def build_trainer(*arguments):
+        reached(0)
+        return build(*arguments)
+
+    with unittest.mock.patch.multiple(loop, train_step=train_step, build_trainer=build_trainer):
         yield
 
 
@@ -134,26 +149,40 @@ def _files_at_most(limit: int | None) -> Iterator[None]:
 
 
 class Process:
-    """`python -m launch train WORDS` as a person starts it; through torchrun where there are several processes."""
+    """`python -m launch train WORDS` as a person starts it; through torchrun where there are several processes.
 
-    def __init__(self, words: list[str], processes: int = 1):
+    `module` is what is run instead of launch train; `outcome` the file that is told how it ends; `ignoring`
+    starts it as a batch script does that ignores the signals meant for it.
+    """
+
+    def __init__(
+        self,
+        words: list[str],
+        processes: int = 1,
+        module: tuple[str, ...] = ("launch", "train"),
+        outcome: Path | None = None,
+        ignoring: bool = False,
+    ):
         python = [sys.executable, "-m"]
         if processes > 1:
             python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
+        if outcome is not None:
+            environment[VARIABLE] = str(outcome)
         self.process = subprocess.Popen(
-            [*python, "launch", "train", *words],
+            [*python, *module, *words],
             cwd=CHECKOUT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_ignore if ignoring else None,
         )
 
-    def wait_for(self, happened: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, happened: Callable[[], bool], seconds: float = 300) -> None:
         """Until `happened()`; fails if the process ends before."""
         end = time.monotonic() + seconds
         while not happened():
@@ -168,13 +197,18 @@ class Process:
         """To the process and its children, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, number)
 
-    def end(self, seconds: float = 120) -> Ended:
+    def end(self, seconds: float = 600) -> Ended:
         try:
             out, err = self.process.communicate(timeout=seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         return Ended(self.process.returncode, out, err)
+
+
+def _ignore() -> None:
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def computed(run_dir: Path) -> list[dict]:
@@ -207,8 +241,9 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file of a folder with its time of change and contents."""
-    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+    """Every file of a folder with its time of change and contents, but for what says who had the folder and what its ranks did."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.match(".lock.*") and path.parent.name != "heartbeats"]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def equal(one, other) -> bool:

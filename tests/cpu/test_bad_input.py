@@ -221,26 +221,67 @@ CHECKPOINTS = {
 
 # On two ranks where one of them finds it, or rank 0 reads alone.
 @pytest.mark.parametrize("size, case", [(1, case) for case in CHECKPOINTS] + [(2, "bit flip"), (2, "metadata"), (2, "no hashes")])
-def test_damaged_checkpoint(ranks, half_run, case, size):
+def test_damaged_newest_checkpoint_is_passed_over(ranks, half_run, case, size):
+    """The one before it is taken, with a warning and an event that name the damaged file, and the damaged one gets another name."""
     run, words = half_run
     damage, sentence = CHECKPOINTS[case]
     damage(run / "checkpoints/step_00000008")
+    damaged = snapshot(run / "checkpoints/step_00000008")
+    ended = train(ranks, size, [*words, "train.tokens=6144"], stop=(8, 0, "SIGTERM"))
+    assert ended.code == 143 and "resumed    step_00000005" in ended.out
+    [said] = ended.err.splitlines()
+    assert said.startswith("warning: ") and sentence in said
+    assert said.endswith("; it is now step_00000008.damaged, and the run goes on from the one before it")
+    assert checkpoints(run) == ["step_00000005", "step_00000008", "step_00000008.damaged"], "the same step is saved again"
+    assert snapshot(run / "checkpoints/step_00000008.damaged") == damaged
+    [event] = [event for event in events(run) if event["event"] == "skipped_checkpoint"]
+    assert event["checkpoint"] == "step_00000008" and event["moved_to"] == "step_00000008.damaged"
+    assert event["reason"] == said.removeprefix("warning: ").split("; it is now")[0]
+
+
+def events(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def test_damaged_checkpoints_stay_out_of_the_way(ranks, half_run):
+    """Of one step twice, and through a whole run with its retention."""
+    run, words = half_run
+    for _ in range(2):
+        flip(run / "checkpoints/step_00000008/__0_0.distcp", 500_000)
+        assert train(ranks, 1, words, stop=(8, 0, "SIGTERM")).code == 143
+    ended = train(ranks, 1, words)
+    assert ended.code == 0 and "resumed    step_00000008" in ended.out and len(computed(run)) == 12
+    assert checkpoints(run) == ["step_00000008.damaged", "step_00000008.damaged_2", "step_00000010", "step_00000012"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_checkpoint_is_whole(ranks, half_run, size):
+    """Nothing is begun anew by itself, and nothing is moved."""
+    run, words = half_run
+    flip(run / "checkpoints/step_00000008/__0_0.distcp", 500_000)
+    (run / "checkpoints/step_00000005/.metadata").unlink()
     before = snapshot(run)
     said = refused(ranks, words, size)
-    assert sentence in said
-    assert said.endswith(f"move {run / 'checkpoints/step_00000008'} away to resume from step_00000005")
+    assert "step_00000008/__0_0.distcp: damaged" in said and "step_00000005/.metadata: not readable (No such file" in said
+    assert said.endswith(
+        f"none of the 2 checkpoints is whole: bring one back from a copy, or move {run / 'checkpoints'} away to begin anew"
+    )
     assert snapshot(run) == before
-    if case == "bit flip":  # and doing as the sentence says helps
-        (run / "checkpoints/step_00000008").rename(run.parent / "away")
-        assert "resumed    step_00000005" in train(ranks, size, words).out
-        assert len(computed(run)) == 12
+    shutil.rmtree(run / "checkpoints/step_00000005")
+    said = refused(ranks, words, size)
+    assert said.endswith(f"or move {run / 'checkpoints/step_00000008'} away to begin this run anew")
 
 
-def test_finished_run_whose_last_checkpoint_is_damaged_is_not_called_complete(ranks, half_run):
+@pytest.mark.parametrize("size", [1, 2])
+def test_finished_run_whose_last_checkpoint_is_damaged_is_finished_again(ranks, half_run, size):
     run, words = half_run
-    assert train(ranks, 1, words).code == 0
-    flip(run / "checkpoints/step_00000012/__0_0.distcp", 500_000)
-    assert "step_00000012/__0_0.distcp: damaged" in refused(ranks, words)
+    assert train(ranks, size, words).code == 0
+    flip(run / "checkpoints/step_00000012/__0_0.distcp", 200_000)
+    ended = train(ranks, size, words)
+    assert ended.code == 0 and "resumed    step_00000010" in ended.out and "step_00000012/__0_0.distcp: damaged" in ended.err
+    assert checkpoints(run) == ["step_00000010", "step_00000012", "step_00000012.damaged"]
+    ended = train(ranks, size, words)
+    assert ended.code == 0 and "complete   this run has done all its 12 steps" in ended.out
 
 
 def test_run_folder_without_its_config(ranks, half_run):

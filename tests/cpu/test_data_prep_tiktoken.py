@@ -9,59 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import long_texts, tiktoken_tokenizers
+from data_prep import long_texts
 from data_prep.tiktoken_tokenizers import MODELS, TiktokenTokenizer
 from data_prep.tokenizers import load
 from hybrid_megatron.errors import DataError
-
-CODE = "def f(x):\n\tif x != 0:\n\t\treturn {'a': [1, 22, 333, 4444]}\n\n\n\n    # it's, I'LL, we've  \r\n"
-MIXED = "naïve Ünïcode 日本語のテキスト、中文。한국어 العربية עברית ไทย हिन्दी e\u0301 ﬁ 🙂👩‍👩‍👧"
-MIXED += " \u00a0\u3000\u2003 \x00\x1b\x7f\x1c\ufeff <|end_of_text|> <|im_end|>"
-RUNS = [
-    " " * 150_000,
-    " " * 150_000 + "x",
-    "x" + "\t" * 3_000 + "5",
-    "-" + "\n" * 9_000 + " " * 2_500 + "\n",
-    " \n" * 4_000,
-    "\u3000 " * 1_500 + "日",
-]
-RUNS += ["a" * 60_000, "-" * 20_000, "7" * 20_000, "🙂" * 4_000, "的" * 20_000, "\r\n" * 3_000]
-TEXTS = ["Hello world", "", " ", CODE, MIXED, CODE + MIXED * 3 + "  ", *RUNS]
-
-
-def hugging_face(pattern: str):
-    """An untrained byte-level tokenizer that splits by `pattern`, as published tokenizer.json files of such models do."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    model = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    model.decoder = decoders.ByteLevel()
-    return model
+from tests.cpu.small_tokenizers import TEXTS, small
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
 def pair(request):
     """One of MODELS with a small vocabulary of its own, in tiktoken and in Hugging Face's library."""
-    from tokenizers import normalizers, pre_tokenizers, trainers
-
-    theirs = hugging_face(MODELS[request.param].pattern)
-    if MODELS[request.param].normalize:
-        theirs.normalizer = normalizers.NFC()
-    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    theirs.train_from_iterator([CODE, MIXED, " " * 40, "aaaa " * 20, "\n" * 30, "\t\t\t\t"] * 5, trainer)
-    letters = tiktoken_tokenizers._merges(b"#version\n")
-    printable = {tiktoken_letter: byte for byte, tiktoken_letter in zip(letters, _letters(letters))}
-    words = sorted(theirs.get_vocab().items(), key=lambda entry: entry[1])
-    lines = [base64.b64encode(b"".join(printable[letter] for letter in word)) + b" %d" % rank for word, rank in words]
-    model = replace(MODELS[request.param], words=len(words))
-    return TiktokenTokenizer("small", model, b"\n".join(lines), threads=1), theirs
-
-
-def _letters(words: dict[bytes, int]) -> list[str]:
-    """GPT-2's letter for each byte: the byte's own where that is printable, else one from U+0100 on."""
-    own = [chr(word[0]) for word in words if chr(word[0]).isprintable() and word != b" "]
-    return own + [chr(256 + index) for index in range(256 - len(own))]
+    model, data, theirs = small(request.param)
+    return TiktokenTokenizer("small", model, data, threads=1), theirs
 
 
 def ids_of(theirs, texts: list[str]) -> list[list[int]]:
@@ -72,7 +31,7 @@ def test_ids_are_hugging_faces(pair):
     ours, theirs = pair
     for text, one, other in zip(TEXTS, ours.encode_batch(TEXTS), ids_of(theirs, TEXTS)):
         assert one == other, text[:50]
-        assert ours._model.normalize or ours.decode(one) == text
+        assert ours.model.normalize or ours.decode(one) == text
 
 
 def test_ids_do_not_depend_on_cuts(pair, monkeypatch):
@@ -104,7 +63,7 @@ def test_ids_do_not_depend_on_cuts(pair, monkeypatch):
     monkeypatch.setattr(long_texts, "SEGMENT", 8)
     monkeypatch.setattr(long_texts, "LONG_RUN", 10)
     assert sum(len(long_texts.segments(text)) for text in texts) > 3 * len(texts)
-    assert sum(len(long_texts.long_runs(text, ours._model.run)) for text in texts) > len(texts)
+    assert sum(len(long_texts.long_runs(text, ours.model.run)) for text in texts) > len(texts)
     assert ours.encode_batch(texts) == ids_of(theirs, texts)
 
 
@@ -122,7 +81,7 @@ def test_threads_and_arrays_change_nothing(pair):
     ours, _ = pair
     words = ours._encoding._mergeable_ranks
     data = b"\n".join(base64.b64encode(word) + b" %d" % rank for word, rank in words.items())
-    threaded = TiktokenTokenizer("small", ours._model, data, threads=4)
+    threaded = TiktokenTokenizer("small", ours.model, data, threads=4)
     assert threaded.encode_batch(TEXTS * 3) == ours.encode_batch(TEXTS) * 3
     assert [ids.tolist() for ids in ours.encode_arrays(TEXTS)] == ours.encode_batch(TEXTS)
 

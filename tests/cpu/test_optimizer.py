@@ -12,6 +12,7 @@ from hybrid_megatron.parallel import start
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.loop import train_step
 from hybrid_megatron.training.optimizer import FusedAdamW, set_hyperparameters
+from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import gradient_norm
 from tests.cpu.tiny import tiny_words
 
@@ -81,7 +82,7 @@ def one_step(words: list[str], clip: float) -> tuple[float, float, int]:
     with start(config.parallel, config.seed) as state:
         trainer = build_trainer(config, state, data, None)
         set_hyperparameters(trainer.optimizer, 1e-3, 0.0)
-        result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state)
+        result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, 0, state, Stability(config).judge)
         [part] = trainer.optimizer.chained_optimizers
         moments = [s["exp_avg"] for s in part.optimizer.state.values()]
         return result.grad_norm, math.sqrt(sum(float(m.double().square().sum()) for m in moments)) / 0.1, len(moments)

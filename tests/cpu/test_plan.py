@@ -89,6 +89,9 @@ def test_closed_forms():
         assert at["hours"] * gpus == pytest.approx(at["gpu_hours"])
         assert at["gpu_hours"] == pytest.approx(47_684 * 2**20 * flops / 0.5 / 989e12 / 3600)
         assert at["step_seconds"] == pytest.approx(2**20 * flops / 0.5 / 989e12 / gpus)
+        params = found["parameters"]["total"] / GIB
+        saved = {"disk": 14 * params, "copy": 14 * params / gpus, "gather": (24 + 12 / gpus) * params}
+        assert found["checkpoint_gib"][str(gpus)] == pytest.approx(saved), "bf16, and three float32 tensors of the optimizer"
     assert found["schedule"][0]["lr"] == pytest.approx(1e-3 * 2**20 / 5e8) and found["schedule"][-1]["lr"] == 0
     assert [point["step"] for point in found["schedule"]][1::4] == [476, 47_684], "the warm-up ends, the run ends"
 
@@ -131,6 +134,7 @@ def test_a_process_of_its_own_is_quick_and_says_it_all(tmp_path):
         "tensor: [0-1], [2-3]",
         "pipeline: [0 8], [1 9]",
         "GiB of 139",
+        "52.4 GiB on disk; host memory a GPU: ",
         "suggested",
         "47,684 for 50,000,000,000 tokens",
     ):
@@ -186,7 +190,7 @@ def test_mistakes_on_the_command_line(words, said):
 
 
 def test_too_much_memory_is_said_and_is_no_error():
-    ended = command("3b+rope+pretrain_4k", "--gpus", "8")
+    ended = command("3b+rope+pretrain_4k", "train.micro_batch=16", "--gpus", "8")
     assert ended.code == 0 and "DOES NOT FIT in the 128 usable" in ended.out and "too much" in ended.out
 
 
@@ -223,10 +227,10 @@ def test_rank_groups_of_larger_worlds(tensor, context, pipeline, gpus):
 # --- memory -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern, measured", [("rope", 45.8), ("gdn_nope_lh", 52.9)])
+@pytest.mark.parametrize("pattern, measured", [("rope", 38.3), ("gdn_nope_lh", 41.6)])
 def test_peaks_measured_on_an_h200(pattern, measured):
-    """One GPU, two micro-batches of 8 x 4,096 tokens (benchmarks/README.md)."""
-    assert peak_memory(layout(f"776m+{pattern}+pretrain_4k", "train.batch_tokens=65_536")) / GIB == pytest.approx(measured, rel=0.01)
+    """One GPU, 8 x 4,096 tokens (benchmarks/README.md)."""
+    assert peak_memory(layout(f"776m+{pattern}+pretrain_4k", "train.batch_tokens=32_768")) / GIB == pytest.approx(measured, rel=0.01)
 
 
 BUILT = {
@@ -288,7 +292,7 @@ def test_cross_entropy(ranks, tiny_data, chunk):
     config = load_recipe(words)
     of = Layout(config, plan_layers(config), 1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("hybrid_megatron.planning.memory.CHUNK_ELEMENTS", chunk * 4096)
+        patched.setattr("hybrid_megatron.ops.linear_cross_entropy.CHUNK_ELEMENTS", chunk * 4096)
         expected = loss_bytes(of)
     norm = 4 * 512 * (2 * 64 + 1)  # not in the function; the gradient of the hidden states is
     [found] = ranks.run(1, plan_cells.loss, words, 512, chunk * 4096)
@@ -299,7 +303,7 @@ def test_recompute_and_sharing_save_memory():
     words = ["3b+gdn_nope_lh+pretrain_4k", "train.micro_batch=1"]
     kept = {mode: memory(layout(*words, f"train.recompute={mode}", gpus=8))[0].activations for mode in choices.RECOMPUTE}
     tokens, hidden, ffn, layers = 4096, 3072, 9728, 24
-    assert kept["none"] - kept["selective"] == layers * 5 * ffn * tokens * 2
+    assert kept["none"] - kept["selective"] == layers * 3 * ffn * tokens * 2
     assert kept["full"] == layers * hidden * tokens * 2
     one, eight = (memory(layout(*words, gpus=gpus))[0] for gpus in (1, 8))
     assert one.optimizer == 8 * eight.optimizer and one.activations == eight.activations

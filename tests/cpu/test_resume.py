@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybrid_megatron.checkpoint.store import read_progress
 from hybrid_megatron.data import BatchStream, open_dataset
 from tests.cpu.runs import checkpoints, computed, contents, equal, tensors, train, train_and_watch
 from tests.cpu.test_parity import LAYOUTS
 from tests.cpu.tiny import tiny_config, tiny_words
 from tests.cpu.zoo import MATRIX, MIXED
 
+FORMS = {"SIGTERM": "rolling", "SIGINT": "permanent"}
 ONE = {"one process": (1, [])}
 HERE = ONE | LAYOUTS
 SAME = ["one process", "data 2"]
@@ -32,10 +34,14 @@ MOVES = [
     ("pipeline 2", "tensor 2"),
     ("pipeline 2 x virtual 2", "one process"),
     ("one process", "pipeline 2 x virtual 2"),
+    ("data 2", "one process"),
+    ("one process", "tensor 2"),
 ]
 MOVES_MORE = [
     ("data 4", "data 2"),
     ("data 2", "data 4"),
+    ("tensor 2", "one process"),
+    ("tensor 2", "tensor 2 + sequence, data 2"),
     ("context 2", "one process"),
     ("tensor 2 + sequence, context 2", "pipeline 2, data 2"),
     ("pipeline 2, data 2", "tensor 2 + sequence, data 2"),
@@ -56,9 +62,23 @@ def straight(ranks, tiny_data: Path, run_dir: Path, layout: str, *more: str) -> 
     return run_dir
 
 
-def in_two_parts(ranks, tiny_data: Path, run_dir: Path, first: str, second: str, *more: str) -> Path:
-    ended = train(ranks, HERE[first][0], words(tiny_data, run_dir, first, *more), stop=(10, 0, "SIGTERM"))
-    assert ended.code == 143 and checkpoints(run_dir) == ["step_00000010"] and len(computed(run_dir)) == 10
+FIXED = ("tensor", "pipeline", "virtual_pipeline")
+"""Sizes that a rolling checkpoint keeps."""
+
+
+def signal_before(first: str, second: str) -> tuple[str, int]:
+    """(signal, exit code) that saves what `second` can resume from: SIGTERM a rolling checkpoint, Ctrl-C a permanent one."""
+    sizes = [
+        [word for word in HERE[layout][1] if word.startswith(tuple(f"parallel.{name}=" for name in FIXED))] for layout in (first, second)
+    ]
+    return ("SIGTERM", 143) if sizes[0] == sizes[1] else ("SIGINT", 130)
+
+
+def in_two_parts(ranks, tiny_data: Path, run_dir: Path, first: str, second: str, *more: str, sent: str | None = None) -> Path:
+    name, code = (sent, {"SIGTERM": 143, "SIGINT": 130}[sent]) if sent else signal_before(first, second)
+    ended = train(ranks, HERE[first][0], words(tiny_data, run_dir, first, *more), stop=(10, 0, name))
+    assert ended.code == code and read_progress(run_dir / "checkpoints/step_00000010").form == FORMS[name]
+    assert checkpoints(run_dir) == ["step_00000010"] and len(computed(run_dir)) == 10
     ended = train(ranks, HERE[second][0], words(tiny_data, run_dir, second, *more))
     assert ended.code == 0 and "resumed    step_00000010 (5,120 tokens)" in ended.out and not ended.err
     return run_dir
@@ -104,7 +124,8 @@ def check_bitwise(a: Path, b: Path) -> None:
 @pytest.mark.parametrize("layout", SAME)
 def test_resume_under_the_same_layout_is_bitwise(ranks, tiny_data, tmp_path, layout, one_process):
     whole = one_process if layout == "one process" else straight(ranks, tiny_data, tmp_path / "whole", layout)
-    check_bitwise(whole, in_two_parts(ranks, tiny_data, tmp_path / "parts", layout, layout))
+    for sent in FORMS:
+        check_bitwise(whole, in_two_parts(ranks, tiny_data, tmp_path / sent, layout, layout, sent=sent))
 
 
 def test_resume_in_bf16_is_bitwise(ranks, tiny_data, tmp_path):
@@ -211,8 +232,9 @@ def test_resume_of_a_growing_batch(ranks, tiny_data, tmp_path, growing, first, s
     """The same samples in the same steps, stopped while it grows or after; the schedule of stages takes fewer micro-batches at first."""
     whole, expected = growing
     run = tmp_path / "run"
-    ended, before = train_and_watch(ranks, HERE[first][0], words(tiny_data, run, first, *GROWS), stop=(stop, 0, "SIGTERM"))
-    assert ended.code == 143 and checkpoints(run) == [f"step_{stop:08d}"]
+    name, code = signal_before(first, second)
+    ended, before = train_and_watch(ranks, HERE[first][0], words(tiny_data, run, first, *GROWS), stop=(stop, 0, name))
+    assert ended.code == code and checkpoints(run) == [f"step_{stop:08d}"]
     ended, after = train_and_watch(ranks, HERE[second][0], words(tiny_data, run, second, *GROWS))
     assert ended.code == 0 and f"resumed    step_{stop:08d} ({256 * min(stop, 6) + 512 * max(0, stop - 6):,} tokens)" in ended.out
     if "pipeline" not in second:  # whose two stages both read

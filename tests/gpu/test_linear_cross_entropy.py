@@ -37,7 +37,7 @@ def draw(tokens: int, width: int) -> tuple[torch.Tensor, ...]:
 
 def test_losses_and_gradients():
     """More tokens than one chunk of logits holds."""
-    hidden, weight, targets, weights = draw(2500, 256)
+    hidden, weight, targets, weights = draw(3500, 256)
     assert len(hidden) * VOCAB > 2 * module.CHUNK_ELEMENTS
     fast_hidden, fast_weight = (x.clone().requires_grad_() for x in (hidden, weight))
     total, losses = linear_cross_entropy(fast_hidden, fast_weight, targets, weights, Alone())

@@ -11,6 +11,7 @@ def train_all(recipes: list[list[str]]) -> list[Path]:
     from hybrid_megatron import platform
     from hybrid_megatron.config import load_recipe
     from hybrid_megatron.training.loop import train
+    from hybrid_megatron.training.signals import StopRequest
 
     if platform.is_cuda():
         from tests.gpu.untuned import spare_autotuning
@@ -18,7 +19,7 @@ def train_all(recipes: list[list[str]]) -> list[Path]:
         spare_autotuning()
     folders = []
     for words in recipes:
-        outcome = train(load_recipe(words))
+        outcome = train(load_recipe(words), StopRequest())
         assert outcome.complete
         folders.append(outcome.run_dir)
     return folders

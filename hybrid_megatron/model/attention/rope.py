@@ -21,6 +21,10 @@ def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: 
         cos, sin = (whole[positions] for whole in _table(SequenceLayout(layout.context), *table))
     else:
         cos, sin = _table(SequenceLayout(layout.context, layout.size, layout.rank), *table)
+    if x.is_cuda and work is torch.float32:
+        from hybrid_megatron.ops.rotary_kernel import Rotate
+
+        return Rotate.apply(x, *(table.view(-1, x.shape[1], x.shape[-1] // 2) for table in (cos, sin)))
     first, second = x.to(work).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -62,6 +62,11 @@ class Mixer(MegatronModule):
         return {}
 
     @classmethod
+    def keeps_rows(cls, model: ModelConfig, group: HeadGroup, aligned: bool) -> bool:
+        """Whether the backward pass needs the projected rows where they lie; `aligned`: on borders of 16 bytes."""
+        return True
+
+    @classmethod
     @abstractmethod
     def columns(cls, model: ModelConfig, group: HeadGroup) -> int:
         """Columns of the output projection for one unit."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybrid_megatron.config.schema import GDNConfig, ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.linear import LinearMixer
+from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.gated_delta_rule import CHUNK, GatedDeltaRule
 
 
@@ -37,8 +38,8 @@ class GDN(LinearMixer):
 
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
-        """q and k before their L2 norms, both norms twice, six times a gate, in float32; the inverse of the chunk's triangular matrix."""
-        return 4 * (2 * model.head_dim + 4 + 6) + element * CHUNK
+        """q and k before their L2 norms, the inverse of the chunk's triangular matrix; in float32 beta and the sums of gates."""
+        return element * (2 * model.head_dim + CHUNK) + 4 * 2
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:
@@ -58,12 +59,9 @@ class GDN(LinearMixer):
         self.dt_bias = self._parameter(self.local_heads, _draw_dt_bias, per_unit=True, dtype=torch.float32)
 
     def recurrence(self, q, k, v, parts) -> tuple[GatedDeltaRule, tuple[Tensor, ...]]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q, k = (F.normalize(x.to(wide), dim=-1).to(x.dtype) for x in (q, k))
-        a, b = (parts[name].flatten(2).to(wide) for name in ("a", "b"))
-        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        beta = b.sigmoid() * (2 if self.model.gdn.allow_neg_eigval else 1)
-        return GatedDeltaRule(), (q, k, v, g, beta)
+        a, b = (parts[name].flatten(2) for name in ("a", "b"))
+        gates = _gates(a, b, self.A_log, self.dt_bias, largest_beta=2 if self.model.gdn.allow_neg_eigval else 1)
+        return GatedDeltaRule(), (_of_length_one(q), _of_length_one(k), v, *gates)
 
     @staticmethod
     def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:
@@ -72,6 +70,19 @@ class GDN(LinearMixer):
         g = -weights["A_log"].exp() * torch.log1p((a + weights["dt_bias"]).exp())
         beta = (2 if model.gdn.allow_neg_eigval else 1) / (1 + (-b).exp())
         return GatedDeltaRule().recurrent((q, k, v, g, beta), scale=model.head_dim**-0.5, document_starts=document_starts)[0]
+
+
+@fused
+def _of_length_one(x: Tensor) -> Tensor:
+    """L2-normalised over the last dimension, in float32 or wider."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
+
+
+@fused
+def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, largest_beta: int) -> tuple[Tensor, Tensor]:
+    """(g, beta) [b, s, n], in float32 or wider."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return -A_log.exp() * F.softplus(a.to(wide) + dt_bias), largest_beta * b.to(wide).sigmoid()
 
 
 def _draw_A_log(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

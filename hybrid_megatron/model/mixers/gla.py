@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_megatron.config.schema import GLAConfig, ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.linear import LinearMixer
+from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
 
 
@@ -37,8 +38,8 @@ class GLA(LinearMixer):
 
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
-        """In float32 the gates, what logsigmoid takes, and FLA's scores within chunks of 64 tokens."""
-        return 4 * (2 * model.head_dim + 64)
+        """What the bias is added to; in float32 the gates and FLA's scores within chunks of 64 tokens."""
+        return element * model.head_dim + 4 * (model.head_dim + 64)
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:
@@ -68,8 +69,7 @@ class GLA(LinearMixer):
 
     def recurrence(self, q, k, v, parts) -> tuple[GatedLinearAttention, tuple[Tensor, ...]]:
         x = F.linear(parts["w"], self.gate_up)
-        x = x.to(torch.promote_types(x.dtype, torch.float32)) + self.gate_bias
-        g = F.logsigmoid(x) / self.model.gla.gate_temperature
+        g = _log_gate(x, self.gate_bias, temperature=self.model.gla.gate_temperature)
         return GatedLinearAttention(), (q, k, v, g.unflatten(-1, (-1, self.model.head_dim)))
 
     @staticmethod
@@ -78,3 +78,9 @@ class GLA(LinearMixer):
         g = open_.log() / model.gla.gate_temperature
         inputs = (q, k, v, g.unflatten(-1, (-1, model.head_dim)))
         return GatedLinearAttention().recurrent(inputs, scale=model.head_dim**-0.5, document_starts=document_starts)[0]
+
+
+@fused
+def _log_gate(x: Tensor, bias: Tensor, *, temperature: float) -> Tensor:
+    """In float32 or wider."""
+    return F.logsigmoid(x.to(torch.promote_types(x.dtype, torch.float32)) + bias) / temperature

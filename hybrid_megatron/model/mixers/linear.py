@@ -12,12 +12,14 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES, Mixer, all_to_all_problems
 from hybrid_megatron.model.mixers.softmax import GATES, busiest_halo
+from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
 from hybrid_megatron.ops.state_passing import recurrence_over_ranks
 from hybrid_megatron.ops.swla import SlidingWindow
 from hybrid_megatron.parallel import SequenceLayout
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
 
 class LinearMixer(Mixer):
@@ -111,13 +113,12 @@ class LinearMixer(Mixer):
         wide, narrow = group.heads * model.head_dim, units * model.head_dim
         kept = units * sum(cls.rows(model, group).values()) + sum(cls.shared_rows(model, group).values())
         kept += 4 * wide  # q, k and v as the kernel takes them, and its output
-        if settings.output_gate != "none":
-            kept += 2 * wide  # the normalised output and the gate's value
         if settings.short_conv:
             kept += wide + 2 * narrow  # what SiLU takes
         if settings.qk_norm and (settings.short_conv or cls.activates):
             kept += wide + narrow  # what the norms take
-        sums = group.heads + (group.heads + units if settings.qk_norm else 0)  # root mean squares
+        sums = group.heads if settings.output_gate == "none" else 0  # root mean squares; with a gate they are computed again
+        sums += group.heads + units if settings.qk_norm else 0
         convolved = (wide + 2 * narrow) if settings.short_conv else 0  # in float32
         return tokens * (kept * element + 4 * (sums + convolved) + group.heads * cls.kernel_bytes(model, element))
 
@@ -195,15 +196,19 @@ class LinearMixer(Mixer):
         if self.queries(self.model) > 1:
             k, v = (x.repeat_interleave(self.queries(self.model), dim=2) for x in (k, v))
         o = self._recur(*self.recurrence(q, k, v, parts), layout)
-        o = self._norm(o, self.out_norm).unflatten(2, (self.local_units, -1)).flatten(3)
-        return o if settings.output_gate == "none" else o * GATES[settings.output_gate](parts["z"])
+        o = o.unflatten(2, (self.local_units, -1))
+        if settings.output_gate == "none":
+            return self._norm(o, self.out_norm).flatten(3)
+        weight = copy_to_tensor_model_parallel_region(self.out_norm, group=self.ranks.tp)
+        z = parts["z"].unflatten(-1, (-1, self.model.head_dim))
+        return _normalised_and_gated(o, weight, z, eps=self.model.norm_eps, gate=settings.output_gate).flatten(3)
 
     def _convolved(self, x: Tensor, name: str, layout: SequenceLayout) -> Tensor:
         """[b, s, units, heads of a unit * d] -> [b, s, heads, d]."""
         if self.settings(self.model).short_conv:
             x = F.silu(short_convolution(x.flatten(2), getattr(self, f"conv_{name}"), layout, self.ranks.cp))
             return x.unflatten(-1, (-1, self.model.head_dim))
-        x = F.silu(x) if self.activates else x
+        x = _silu(x) if self.activates else x
         return x.unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3)
 
     def _recur(self, recurrence: Recurrence, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
@@ -247,6 +252,17 @@ class LinearMixer(Mixer):
         document_starts: Tensor | None,
     ) -> Tensor:
         """The gates and the recurrence, token by token: [b, s, n, d]."""
+
+
+@fused
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+@fused
+def _normalised_and_gated(o: Tensor, weight: Tensor, z: Tensor, *, eps: float, gate: str) -> Tensor:
+    """RMSNorm over the last dimension, statistics in float32, times the gate."""
+    return F.rms_norm(o, weight.shape, weight, eps) * GATES[gate](z)
 
 
 def _draw_convolution(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -11,6 +11,7 @@ from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, Mixer
+from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.halo import halo_tokens
 
@@ -46,6 +47,11 @@ class SoftmaxMixer(Mixer):
         return {"q": wide, "k": model.head_dim, "v": model.head_dim} | gate
 
     @classmethod
+    def keeps_rows(cls, model: ModelConfig, group: HeadGroup, aligned: bool) -> bool:
+        """Rows off the borders are copied for the kernels (attention/alignment.py), all but the gate's."""
+        return aligned or cls.settings(model).output_gate != "none"
+
+    @classmethod
     def columns(cls, model: ModelConfig, group: HeadGroup) -> int:
         return cls.queries(model) * model.head_dim
 
@@ -76,8 +82,6 @@ class SoftmaxMixer(Mixer):
         kept = cls.units(model, group) * rows + queries  # the projected rows, and the output
         if settings.qk_norm or group.position == "rope":
             kept += queries + keys  # q and k as the kernel takes them
-        if settings.output_gate != "none":
-            kept += queries  # the gate's value
         sums = group.heads  # the softmax's, in float32
         if settings.qk_norm:
             sums += group.heads + cls.units(model, group)  # root mean squares
@@ -119,7 +123,7 @@ class SoftmaxMixer(Mixer):
             base = self.rope_base(layout)
             q, k = rotate(q, layout, base), rotate(k, layout, base)
         o = self.attend(q, k, v, layout).unflatten(2, (self.local_units, -1)).flatten(3)
-        return o if settings.output_gate == "none" else o * GATES[settings.output_gate](parts["z"])
+        return o if settings.output_gate == "none" else _gated(o, parts["z"], gate=settings.output_gate)
 
     @classmethod
     def reference(
@@ -132,6 +136,11 @@ class SoftmaxMixer(Mixer):
         seen = definitions.visible(q.shape[1], cls.sight(model, group), document_starts, q.device)
         o = definitions.softmax_attention(q, k, v, seen).unflatten(2, (-1, cls.queries(model))).flatten(3)
         return o if settings.output_gate == "none" else o * definitions.gate(parts["z"], settings.output_gate)
+
+
+@fused
+def _gated(o: Tensor, z: Tensor, *, gate: str) -> Tensor:
+    return o * GATES[gate](z)
 
 
 def busiest_halo(width: int, context: int, size: int) -> int:

@@ -1,0 +1,114 @@
+"""Read a checkpoint with megatron-core's dist_checkpointing: all of it into a trainer, or the parameters alone."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from hybrid_megatron.checkpoint.choose import Chosen, check_whole
+from hybrid_megatron.checkpoint.content import held_params, run_content, sharded_weights
+from hybrid_megatron.checkpoint.form import PERMANENT
+from hybrid_megatron.checkpoint.host_memory import short_of_memory
+from hybrid_megatron.checkpoint.rng import restore_rng
+from hybrid_megatron.checkpoint.sizes import scatter_bytes
+from hybrid_megatron.checkpoint.store import Progress
+from hybrid_megatron.checkpoint.untrusted import no_code_from_files
+from hybrid_megatron.errors import CheckpointError
+from hybrid_megatron.model.hybrid_model import HybridModel
+from hybrid_megatron.model.initialize import sharded_tensors
+from hybrid_megatron.parallel import ParallelState
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+
+def load_checkpoint(chosen: Chosen, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, state: ParallelState) -> None:
+    """Restore model, optimizer and, under the layout that wrote it, random states; collective. Raises CheckpointError."""
+    if chosen.progress.form == PERMANENT:
+        _warn_if_memory_is_short(chosen.path, model, state)
+    content = run_content(model, optimizer, state, chosen.progress.form, loading=True)
+    same_layout = chosen.progress.layout == state.layout
+    if not same_layout:
+        del content["rng"]
+    with state.together(), _reading(chosen.path, f"move {chosen.path} away to resume from the one before it"):
+        loaded = dist_checkpointing.load(content, str(chosen.path))
+    _put([chunk.module for chunk in model], loaded["model"])
+    with torch.no_grad():
+        optimizer.load_state_dict(loaded["optimizer"])
+    if same_layout:
+        restore_rng(loaded["rng"])
+
+
+def _warn_if_memory_is_short(checkpoint: Path, model: list[DistributedDataParallel], state: ParallelState) -> None:
+    """The system would kill a process without a word."""
+    short = short_of_memory(state, scatter_bytes(held_params(model)))
+    if short and state.rank == 0:
+        warnings.warn(
+            f"{checkpoint}: a permanent checkpoint, of which every rank reads the whole optimizer state into host memory; {short}"
+        )
+
+
+def load_weights(checkpoint: Path, model: list[HybridModel], state: ParallelState) -> Progress:
+    """The parameters alone, from a checkpoint of any form, layout and precision, into the chunks of this rank; collective.
+
+    Raises CheckpointError if a file is damaged, or with the first parameter that the checkpoint lacks, has in another shape, or has beyond
+    those of the model. `model` need be neither wrapped nor have an optimizer; an optimizer with masters of its own is built afterwards.
+    """
+    then = "give another checkpoint"
+    try:
+        progress = check_whole(checkpoint, state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {then}") from None
+    with state.together(), _reading(checkpoint, then):
+        held = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    shapes = {name: tuple(tensor.global_shape) for name, tensor in held.items() if not name.startswith("optimizer.")}
+    names = set()
+    with state.together():
+        for tensor in _tensors(model, state):
+            names.add(tensor.key)
+            _check_parameter(checkpoint, tensor.key, tuple(tensor.global_shape), shapes)
+    beyond = sorted(shapes.keys() - set().union(*state.of_all_ranks(names)))
+    if beyond:
+        raise CheckpointError(f"{checkpoint}: it holds {beyond[0]}, which this model does not have; change the model or {then}")
+    content = {"model": sharded_weights(model, state)}
+    with state.together(), _reading(checkpoint, then):
+        loaded = dist_checkpointing.load(content, str(checkpoint))
+    _put(model, loaded["model"])
+    return progress
+
+
+def _check_parameter(checkpoint: Path, name: str, shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]]) -> None:
+    problem = None
+    if name not in shapes:
+        problem = f"it lacks {name}, which this model has"
+    elif shapes[name] != shape:
+        problem = f"it holds {name} as {list(shapes[name])}, and this model has it as {list(shape)}"
+    if problem:
+        raise CheckpointError(f"{checkpoint}: {problem}; change the model or give another checkpoint")
+
+
+def _tensors(model: list[HybridModel], state: ParallelState) -> list[ShardedTensor]:
+    """The shards as they lie in a checkpoint, for their names and shapes."""
+    tree = sharded_weights(model, state)
+    apply_factories(tree)
+    return sharded_tensors(tree)
+
+
+def _put(model: list[HybridModel], loaded: dict) -> None:
+    for number, chunk in enumerate(model):
+        chunk.load_state_dict(loaded[str(number)])
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Path, then: str) -> Iterator[None]:
+    """Whatever goes wrong inside becomes a CheckpointError with the advice `then`; no code from the files is run."""
+    try:
+        with no_code_from_files(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's about megatron-core's way of calling it
+            yield
+    except Exception as error:  # megatron-core, torch and pickle each have exceptions of their own for a damaged file
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(f"{checkpoint}: damaged or not of this model ({reason}); {then}") from error
