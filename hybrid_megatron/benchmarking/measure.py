@@ -1,6 +1,5 @@
 """One cell, measured in this process: a row of the table as plain data.
 
-  name, recipe, peer, context, round        what was measured (cells.py)
   gpus, layout, device, torch, triton       where
   parameters, micro_batch, micro_batches, recompute, precision, tokens (a step, all ranks)
   step_seconds                              median of the timed steps; fastest_step_seconds, slowest_step_seconds
@@ -18,11 +17,13 @@ import time
 import torch
 
 from hybrid_megatron import platform
-from hybrid_megatron.benchmarking.cells import PROFILED_STEPS, Cell, config_of
+from hybrid_megatron.benchmarking.cells import PROFILED_STEPS, Cell
 from hybrid_megatron.benchmarking.made_up import made_up_dataset
 from hybrid_megatron.benchmarking.profile import profile_steps
+from hybrid_megatron.benchmarking.sizing import config_of
 from hybrid_megatron.benchmarking.steps import Timing, time_steps
 from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.errors import RunError
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.kernels import check_kernels
 from hybrid_megatron.model.pattern import plan_layers
@@ -33,6 +34,7 @@ from hybrid_megatron.planning.memory import GIB, peak_memory
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.optimizer import set_hyperparameters
 from hybrid_megatron.training.schedule import learning_rate
+from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import train_step
 
 
@@ -45,16 +47,19 @@ def measure(cell: Cell, process_began: float) -> dict:
         with state.together():
             check_kernels(config, plan)
         trainer = build_trainer(config, state, made_up_dataset(config), None)
-        losses = []
+        judge, losses = Stability(config).judge, []
 
         def step() -> None:
             done = len(losses)
             set_hyperparameters(trainer.optimizer, learning_rate(config, done), config.optimizer.weight_decay)
-            losses.append(train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state).losses.lm_loss)
+            result = train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done, state, judge)
+            if not result.decision.update:  # a step without an update is no training step
+                raise RunError(f"step {done + 1}: {result.decision.findings[0].sentence}")
+            losses.append(result.losses.lm_loss)
 
-        timing = time_steps(step, cell.warmup, cell.steps)
+        timing = time_steps(step)
         peaks = state.of_all_ranks(memory_gib())
-        row = describe(cell, config, timing, process_began, account(config, plan).flops_per_token)
+        row = describe(config, timing, process_began, account(config, plan).flops_per_token)
         row |= {
             "gpus": state.world_size,
             "layout": state.layout | {"sequence": config.parallel.sequence},
@@ -68,17 +73,12 @@ def measure(cell: Cell, process_began: float) -> dict:
         return row
 
 
-def describe(cell: Cell, config: RunConfig, timing: Timing, process_began: float, flops_per_token: float | None) -> dict:
+def describe(config: RunConfig, timing: Timing, process_began: float, flops_per_token: float | None) -> dict:
     """What rows of recipes and of peers have in common, on one GPU or as many as there are."""
     seconds, gpus = statistics.median(timing.seconds), world_size()
     rate = config.train.batch_tokens / seconds / gpus
     peak = platform.peak_flops()
     return {
-        "name": cell.name,
-        "recipe": cell.recipe,
-        "peer": cell.peer,
-        "context": cell.context,
-        "round": cell.round,
         "device": platform.device_name(),
         "torch": torch.__version__,
         "triton": _triton(),

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid_megatron import platform
-from hybrid_megatron.benchmarking.cells import PROFILED_STEPS, Cell, config_of
+from hybrid_megatron.benchmarking.cells import PROFILED_STEPS, Cell
 from hybrid_megatron.benchmarking.measure import describe, device_bytes, memory_gib
 from hybrid_megatron.benchmarking.profile import profile_steps
+from hybrid_megatron.benchmarking.sizing import config_of
 from hybrid_megatron.benchmarking.steps import time_steps
 from hybrid_megatron.config.schema import ModelConfig, PatternEntry, RunConfig
 from hybrid_megatron.errors import RunError
@@ -64,7 +65,7 @@ def _sizes(model: ModelConfig) -> dict:
     }
 
 
-PEERS = {
+_PEERS = {
     "llama": Peer("Hugging Face Llama", _llama, PatternEntry(mixer="attention", position="rope"), compiled=True, needs_cuda=False),
     "fla_gdn": Peer("FLA Gated DeltaNet", _fla_gdn, PatternEntry(mixer="gdn")),
     "fla_gla": Peer("FLA GLA", _fla_gla, PatternEntry(mixer="gla")),
@@ -73,7 +74,7 @@ PEERS = {
 
 def measure_peer(cell: Cell, process_began: float) -> dict:
     """As `measure`, for one GPU. `mfu` takes the FLOPs of our own layers of the same kind (`like`)."""
-    peer = PEERS[cell.peer]
+    peer = _PEERS[cell.peer]
     if peer.needs_cuda and not platform.is_cuda():
         raise RunError(f"{peer.title} is made of Triton kernels and needs a CUDA device")
     platform.select_device()
@@ -96,9 +97,9 @@ def measure_peer(cell: Cell, process_began: float) -> dict:
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
 
-    timing = time_steps(step, cell.warmup, cell.steps)
+    timing = time_steps(step)
     like = replace(config, pattern=[peer.like])
-    row = describe(cell, config, timing, process_began, account(like, plan_layers(like)).flops_per_token)
+    row = describe(config, timing, process_began, account(like, plan_layers(like)).flops_per_token)
     return row | memory_gib() | {
         "recompute": "none",
         "gpus": 1,

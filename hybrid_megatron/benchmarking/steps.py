@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_megatron import platform
+from hybrid_megatron.benchmarking.cells import TIMED_STEPS, WARMUP_STEPS
 
 
 @dataclass(frozen=True)
@@ -18,22 +19,22 @@ class Timing:
     """Of each timed step."""
 
 
-def time_steps(step: Callable[[], object], warmup: int, steps: int) -> Timing:
-    """The first step, `warmup` more, then `steps` timed ones, by events on CUDA and by the clock elsewhere. Nothing is waited for between
+def time_steps(step: Callable[[], object]) -> Timing:
+    """The first step, some to warm up, then the timed ones, by events on CUDA and by the clock elsewhere. Nothing is waited for between
     timed steps but by the step itself."""
     began = time.perf_counter()
     step()
     platform.synchronize()
     first = time.perf_counter() - began
     ended = time.time()
-    for _ in range(warmup):
+    for _ in range(WARMUP_STEPS):
         step()
     platform.synchronize()
-    return Timing(ended, first, _by_events(step, steps) if platform.is_cuda() else _by_clock(step, steps))
+    return Timing(ended, first, _by_events(step) if platform.is_cuda() else _by_clock(step))
 
 
-def _by_events(step: Callable[[], object], steps: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+def _by_events(step: Callable[[], object]) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
     events[0].record()
     for event in events[1:]:
         step()
@@ -42,9 +43,9 @@ def _by_events(step: Callable[[], object], steps: int) -> list[float]:
     return [start.elapsed_time(end) / 1e3 for start, end in zip(events, events[1:])]
 
 
-def _by_clock(step: Callable[[], object], steps: int) -> list[float]:
+def _by_clock(step: Callable[[], object]) -> list[float]:
     seconds = []
-    for _ in range(steps):
+    for _ in range(TIMED_STEPS):
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
