@@ -1,8 +1,9 @@
-"""python -m launch bench [RECIPE ...] [section.key=value ...] [--contexts 4096,32768] [--peers] [--profile] [--rounds 3] [--gpus N] [--out DIR]
+"""python -m launch bench [RECIPE ...] [section.key=value ...] [--contexts 4096,32768] [--peers] [--profile] [--rounds 3] [--gpus N]
+                        [--out DIR]
 
 How fast recipes train: whole training steps on random tokens, each recipe at each context in a process of its own. Without RECIPE, nine
 patterns of 776m at 4,096 and 32,768 tokens a sample, about a minute each on one GPU; a RECIPE is measured at its own context unless
---contexts says others. As many samples at once as the recipe has tokens in a micro-batch, fewer or with recomputation where memory is short;
+--contexts says others. A micro-batch has as many tokens as the recipe's own, fewer or with recomputation where memory is short;
 train.micro_batch=N fixes it. On a CPU, in half a minute:
 
     python -m launch bench 776m+rope+tiny 776m+gdn_nope_lh+tiny --contexts 128,256
@@ -130,7 +131,9 @@ def _number(option: str, text: str) -> int:
 def _numbers(option: str, text: str) -> list[int]:
     numbers = text.split(",")
     if not all(number.isascii() and number.isdigit() and int(number) > 0 for number in numbers):
-        raise ConfigError(f"{option} {text}: whole numbers above 0 are needed, e.g. {option} {'4096,32768' if option == '--contexts' else 2}")
+        raise ConfigError(
+            f"{option} {text}: whole numbers above 0 are needed, e.g. {option} {'4096,32768' if option == '--contexts' else 2}"
+        )
     return list(dict.fromkeys(map(int, numbers)))
 
 

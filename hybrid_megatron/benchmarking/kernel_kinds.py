@@ -34,7 +34,10 @@ _RULES: tuple[tuple[str, str], ...] = (
         r"^chunk_|^fused_recurrent|^fused_chunk|^parallel_simple_gla|recompute_w_u|prepare_wy|solve_tril|merge_16x16|gdn_gate"
         r"|fused_beta|causal_conv1d|_kda_|^kda_|linear_attn",
     ),
-    ("matrix products", r"nvjet|gemm|gemv|cutlass|cublas|splitk|xmma|matmul|triton_tem_fused_(mm|addmm|bmm)|^aten::(mm|bmm|addmm|baddbmm)$"),
+    (
+        "matrix products",
+        r"nvjet|gemm|gemv|cutlass|cublas|splitk|xmma|matmul|triton_tem_fused_(mm|addmm|bmm)|^aten::(mm|bmm|addmm|baddbmm)$",
+    ),
     (
         "norms and elementwise",
         r"elementwise|reduce|Memcpy|Memset|CatArray|triton_(poi|red|per)_|index|gather|scatter|embedding|copy|arange|where|fill|cumsum"

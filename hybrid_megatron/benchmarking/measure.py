@@ -1,14 +1,14 @@
 """One cell, measured in this process: a row of the table as plain data.
 
-  gpus, layout, device, torch, triton       where
-  parameters, micro_batch, micro_batches, recompute, precision, tokens (a step, all ranks)
-  step_seconds                              median of the timed steps; fastest_step_seconds, slowest_step_seconds
-  tokens_per_second_per_gpu, model_tflops_per_gpu, mfu
-  peak_memory_gib, reserved_memory_gib      of the rank that needs most; planned_memory_gib is what `plan` says
-  first_step_seconds                        with compilation and autotuning
-  start_to_first_step_seconds               from the start of the process: imports, checks of kernels and the making of the model too
-  first_loss, last_loss                     of the first step and the last one
-  profile                                   profile.py; null unless asked for
+gpus, layout, device, torch, triton       where
+parameters, micro_batch, micro_batches, recompute, precision, tokens (a step, all ranks)
+step_seconds                              median of the timed steps; fastest_step_seconds, slowest_step_seconds
+tokens_per_second_per_gpu, model_tflops_per_gpu, mfu
+peak_memory_gib, reserved_memory_gib      of the rank that needs most; planned_memory_gib is what `plan` says
+first_step_seconds                        with compilation and autotuning
+start_to_first_step_seconds               from the start of the process: imports, checks of kernels and the making of the model too
+first_loss, last_loss                     of the first step and the last one
+profile                                   profile.py; null unless asked for
 """
 
 import statistics

@@ -99,8 +99,8 @@ def measure_peer(cell: Cell, process_began: float) -> dict:
 
     timing = time_steps(step)
     like = replace(config, pattern=[peer.like])
-    row = describe(config, timing, process_began, account(like, plan_layers(like)).flops_per_token)
-    return row | memory_gib() | {
+    row = describe(config, timing, process_began, account(like, plan_layers(like)).flops_per_token) | memory_gib()
+    return row | {
         "recompute": "none",
         "gpus": 1,
         "layout": None,

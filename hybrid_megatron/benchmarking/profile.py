@@ -8,11 +8,12 @@
   synchronisations   calls a step in which the host waits for the device, by name of the CUDA call
   waits              lines of code that wait, with their number a step, as far as torch knows them (.item() and the like)
 
-On a CPU torch's innermost operators stand for kernels, and nothing synchronises.
+On a CPU torch's operators stand for kernels, and nothing synchronises.
 """
 
 import contextlib
 import json
+import math
 import tempfile
 import traceback
 import warnings
@@ -30,6 +31,7 @@ from hybrid_megatron.benchmarking.kernel_kinds import KINDS, OTHER, kind_of
 GAP_MICROSECONDS = 20.0
 _STEP = "bench: one step"
 _TOP = 20
+_OPERATORS = ("aten::", "c10d::", "gloo:")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize", "cuCtxSynchronize")
 _ROOT = Path(__file__).parents[2]
@@ -61,19 +63,19 @@ def analyse(events: list[dict]) -> dict:
     """The figures above from a Chrome trace's events, all but `waits`."""
     events = [event for event in events if event.get("ph") == "X"]
     steps = [_span(event) for event in events if event["name"] == _STEP and event.get("cat") == "user_annotation"]
-    work = [event for event in events if event.get("cat") in _DEVICE_WORK] or _innermost_operators(events, steps)
+    work = [event for event in events if event.get("cat") in _DEVICE_WORK] or _operators(events, steps)
     split = split_by_kind((_span(event), kind_of(event["name"])) for event in work)
     waits = Counter(event["name"] for event in events if event["name"] in _WAITS and _within(_span(event), steps))
     seconds, calls = Counter(), Counter()
     for event in work:
         seconds[event["name"]] += event["dur"] / 1e6
-        calls[event["name"]] += 1
+        calls[event["name"]] += event.get("call", 1)
     count = len(steps)
     return {
         "steps": count,
         "step_seconds": sum(split.values()) / 1e6 / count,
         "split_seconds": {kind: split.get(kind, 0.0) / 1e6 / count for kind in (*KINDS, OTHER)},
-        "kernels": len(work) / count,
+        "kernels": calls.total() / count,
         "top": [
             {"name": name, "kind": kind_of(name), "seconds": total / count, "calls": calls[name] / count}
             for name, total in seconds.most_common(_TOP)
@@ -90,31 +92,18 @@ def split_by_kind(work: Iterable[tuple[Span, str]]) -> dict[str, float]:
     work = sorted(work)
     split: Counter[str] = Counter()
     busy: list[Span] = []
-    for (begin, end), kind in work:
-        if kind != "communication":
-            split[kind] += _lengthen(busy, begin, end)
-    computing = list(busy)
-    for (begin, end), kind in work:
-        if kind == "communication":
-            split[kind] += sum(_lengthen_apart(busy, piece) for piece in _outside((begin, end), computing))
-    busy = _merged(busy)
+    for communicates in (False, True):
+        taken, free_from = [], -math.inf
+        for (begin, end), kind in work:
+            if (kind == "communication") == communicates:
+                pieces = _outside((max(begin, free_from), end), busy)
+                split[kind] += sum(end - begin for begin, end in pieces)
+                taken += pieces
+                free_from = max(free_from, end)
+        busy = _merged(busy + taken)
     for (_, end), (begin, _) in zip(busy, busy[1:]):
         split["gaps" if begin - end < GAP_MICROSECONDS else "host"] += begin - end
     return dict(split)
-
-
-def _lengthen(busy: list[Span], begin: float, end: float) -> float:
-    """Add a span that begins no earlier than those before it; returns what it adds."""
-    begin = max(begin, busy[-1][1]) if busy else begin
-    if end <= begin:
-        return 0.0
-    busy.append((begin, end))
-    return end - begin
-
-
-def _lengthen_apart(busy: list[Span], piece: Span) -> float:
-    busy.append(piece)
-    return piece[1] - piece[0]
 
 
 def _outside(span: Span, covered: list[Span]) -> list[Span]:
@@ -140,17 +129,32 @@ def _merged(spans: list[Span]) -> list[Span]:
     return merged
 
 
-def _innermost_operators(events: list[dict], steps: list[Span]) -> list[dict]:
-    """Operators within which no other one ran, of the steps."""
+def _operators(events: list[dict], steps: list[Span]) -> list[dict]:
+    """Torch's operators of the steps, each as the parts of its time in which none that it called ran; `call` is 1 for one part of each."""
     by_thread: dict = {}
     for event in events:
-        if event.get("cat") == "cpu_op" and _within(_span(event), steps):
+        if event.get("cat") == "cpu_op" and event["name"].startswith(_OPERATORS) and _within(_span(event), steps):
             by_thread.setdefault(event["tid"], []).append(event)
-    innermost = []
+    parts = []
     for operators in by_thread.values():
-        operators.sort(key=lambda event: (event["ts"], -event["dur"]))
-        innermost += [event for event, after in zip(operators, [*operators[1:], None]) if after is None or after["ts"] >= _span(event)[1]]
-    return innermost
+        for operator, called in _with_called(operators):
+            own = _outside(_span(operator), called)
+            parts += [operator | {"ts": begin, "dur": end - begin, "call": int(i == 0)} for i, (begin, end) in enumerate(own)]
+    return parts
+
+
+def _with_called(operators: list[dict]) -> list[tuple[dict, list[Span]]]:
+    """Each operator of a thread with the spans of those that it called itself."""
+    found: list[tuple[dict, list[Span]]] = []
+    running: list[tuple[dict, list[Span]]] = []
+    for operator in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        while running and operator["ts"] >= _span(running[-1][0])[1]:
+            running.pop()
+        if running:
+            running[-1][1].append(_span(operator))
+        running.append((operator, []))
+        found.append(running[-1])
+    return found
 
 
 def _span(event: dict) -> Span:
