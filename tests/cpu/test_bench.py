@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_megatron import platform
 from hybrid_megatron.benchmarking import run_cell as run_cell_module
 from hybrid_megatron.benchmarking.cell_process import main as measure_in_this_process
 from hybrid_megatron.benchmarking.cells import CONTEXTS, RECIPES, Cell, make_cells
@@ -77,6 +78,18 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch):
     assert (ended.code, ended.errors) == (2, ["nothing could be measured; the table says why"])
 
 
+def test_ctrl_c_leaves_what_was_measured(tmp_path, monkeypatch):
+    def stopped_at_128(cell: Cell, gpus: int, logs: Path) -> dict:
+        if cell.context == 128:
+            raise KeyboardInterrupt
+        return row(recipe=TINY, context=64)
+
+    monkeypatch.setattr(bench, "run_cell", stopped_at_128)
+    ended = command(TINY, "--contexts", "64,128", "--out", str(tmp_path))
+    assert (ended.code, ended.err) == (130, "stopped    by SIGINT, nothing lost\n")
+    assert [line["context"] for line in json.loads((tmp_path / "bench.json").read_text())["lines"]] == [64]
+
+
 def test_a_cell_tells_why_it_gave_nothing(tmp_path, capsys):
     for name, cell, reason in (
         ("rule", Cell(TINY, 64, overrides=("parallel.tensor=3",)), "parallel.tensor=3"),
@@ -100,7 +113,8 @@ def test_a_cell_tells_why_it_gave_nothing(tmp_path, capsys):
         ([], "torch sees no GPU here"),
     ],
 )
-def test_mistakes(words, sentence):
+def test_mistakes(words, sentence, monkeypatch):
+    monkeypatch.setattr(platform, "is_cuda", lambda: False)
     ended = command(*words)
     assert ended.code == 2 and not ended.out
     [error] = ended.errors
