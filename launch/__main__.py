@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "train": "train a recipe, from the newest checkpoint in its run folder if there is one",
     "plan": "say what a recipe will be and take on so many GPUs, without a GPU",
+    "bench": "measure how fast recipes train here, beside what one would use instead",
     "preflight": "examine whether a recipe can begin here: nodes, GPUs, disks, data, network",
     "submit": "submit a recipe to Slurm, planned, checked and with a copy of the code",
     "status": "say how the jobs and the training of a run folder go",

@@ -1,0 +1,141 @@
+"""python -m launch bench [RECIPE ...] [section.key=value ...] [--contexts 4096,32768] [--peers] [--profile] [--rounds 3] [--gpus N]
+                        [--out DIR]
+
+How fast recipes train: whole training steps on random tokens, each recipe at each context in a process of its own. Without RECIPE, nine
+patterns of 776m at 4,096 and 32,768 tokens a sample, about a minute each on one GPU; a RECIPE is measured at its own context unless
+--contexts says others. A micro-batch has as many tokens as the recipe's own, fewer or with recomputation where memory is short;
+train.micro_batch=N fixes it. On a CPU, in half a minute:
+
+    python -m launch bench 776m+rope+tiny 776m+gdn_nope_lh+tiny --contexts 128,256
+
+--peers    beside each model size what one would use instead: Hugging Face's Llama, compiled, and where a recipe has gdn or gla, FLA's
+           own models; the table gets the ratios. On one GPU.
+--profile  where a step's time goes: kernels by kind, gaps between them, how often the host waits for the device
+--rounds   measure everything so many times; figures and ratios are medians, ratios are taken within a round
+--gpus     run on N GPUs, through torchrun; parallel.tensor=2 and the like say how, the rest is data parallel
+--out      the folder of results, runs/bench/DATE_TIME unless said: bench.csv (the table), bench.json (everything; keys in
+           hybrid_megatron/benchmarking/measure.py, results.py, profile.py), pictures, logs
+
+What fails has its reason in the table, and the rest goes on; exit code 2 if nothing could be measured.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybrid_megatron.benchmarking.cells import CONTEXTS, RECIPES, Cell, make_cells
+from hybrid_megatron.benchmarking.plots import plot_results
+from hybrid_megatron.benchmarking.results import summarise, write_results
+from hybrid_megatron.benchmarking.run_cell import run_cell
+from hybrid_megatron.benchmarking.table import table
+from hybrid_megatron.errors import ConfigError, RunError, exit_with_code_2
+
+_WITH_VALUE = ("--contexts", "--rounds", "--gpus", "--out")
+_ALONE = ("--peers", "--profile")
+
+
+def main(words: list[str]) -> None:
+    if {"-h", "--help"} & set(words):
+        print(__doc__.strip())
+        raise SystemExit(0)
+    with exit_with_code_2():
+        if "WORLD_SIZE" in os.environ:
+            raise ConfigError("bench starts torchrun itself: run python -m launch bench ... --gpus N, without torchrun before it")
+        plain, options = _split(words)
+        gpus = _number("--gpus", options.get("--gpus", "1"))
+        if gpus > 1 and "--peers" in options:
+            raise ConfigError("--peers: they run on one GPU; leave out --gpus")
+        cells = _cells(plain, options)
+        folder = Path(options.get("--out") or time.strftime("runs/bench/%Y-%m-%d_%H-%M-%S"))
+        _make(folder)
+        rows: list[dict] = []
+        for row in _measured(cells, gpus, folder / "logs"):
+            rows.append(row)
+            write_results(rows, words, folder)  # what is measured stays, whatever happens later
+        lines = summarise(rows)
+        pictures = plot_results(lines, folder)
+        print(f"\n{table(lines)}\n\n{folder}: bench.csv, bench.json{''.join(f', {path.name}' for path in pictures)}", flush=True)
+        if all(row["failed"] for row in rows):
+            raise RunError("nothing could be measured; the table says why")
+
+
+def _cells(plain: list[str], options: dict[str, str]) -> list[Cell]:
+    recipes = list(dict.fromkeys(word for word in plain if "=" not in word))
+    overrides = tuple(word for word in plain if "=" in word)
+    contexts = _numbers("--contexts", options["--contexts"]) if "--contexts" in options else None
+    if not recipes:
+        _refuse_a_cpu()
+        recipes, contexts = list(RECIPES), contexts or list(CONTEXTS)
+    rounds = _number("--rounds", options.get("--rounds", "1"))
+    return make_cells(recipes, contexts, rounds, "--peers" in options, overrides=overrides, profile="--profile" in options)
+
+
+def _refuse_a_cpu() -> None:
+    from hybrid_megatron import platform  # imports torch
+
+    if not platform.is_cuda():
+        raise ConfigError(
+            "torch sees no GPU here, and 776m would take hours on a CPU; name a small recipe: "
+            "python -m launch bench 776m+rope+tiny 776m+gdn_nope_lh+tiny --contexts 128,256"
+        )
+
+
+def _measured(cells: list[Cell], gpus: int, logs: Path) -> Iterator[dict]:
+    """One row after the other, told on the screen."""
+    width = max(len(cell.name) for cell in cells)
+    for i, cell in enumerate(cells):
+        print(f"{i + 1:>3} of {len(cells)}  {cell.name:<{width}}  {cell.context:>7,}  ", end="", flush=True)
+        row = run_cell(cell, gpus, logs)
+        told = row["failed"] or f"{row['tokens_per_second_per_gpu']:>9,.0f} tokens/s/GPU  {row['peak_memory_gib']:6.1f} GiB"
+        print(told, flush=True)
+        yield row
+
+
+def _make(folder: Path) -> None:
+    if (folder / "bench.json").exists():
+        raise ConfigError(f"--out {folder}: it holds results already; name another folder")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: it cannot be made ({error.strerror})") from None
+
+
+def _split(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Recipes and overrides, and options by name."""
+    plain, options, rest = [], {}, iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            plain.append(word)
+        elif name in _WITH_VALUE:
+            value = value if equals else next(rest, "")
+            if not value or value.startswith("--"):
+                raise ConfigError(f"{name}: a value must follow")
+            options[name] = value
+        elif word in _ALONE:
+            options[word] = ""
+        else:
+            raise ConfigError(f"bench has no option {word}; options are {', '.join((*_WITH_VALUE, *_ALONE))}")
+    return plain, options
+
+
+def _number(option: str, text: str) -> int:
+    numbers = _numbers(option, text)
+    if len(numbers) != 1:
+        raise ConfigError(f"{option} {text}: it must be one whole number above 0")
+    return numbers[0]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    numbers = text.split(",")
+    if not all(number.isascii() and number.isdigit() and int(number) > 0 for number in numbers):
+        raise ConfigError(
+            f"{option} {text}: whole numbers above 0 are needed, e.g. {option} {'4096,32768' if option == '--contexts' else 2}"
+        )
+    return list(dict.fromkeys(map(int, numbers)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
