@@ -246,6 +246,11 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+def differing(one: dict, other: dict) -> list[str]:
+    """Keys that one of two checkpoints lacks, or whose values are not equal bit for bit."""
+    return sorted(key for key in one.keys() | other.keys() if key not in one or key not in other or not equal(one[key], other[key]))
+
+
 def equal(one, other) -> bool:
     """Bitwise equality of nested objects."""
     if isinstance(one, torch.Tensor):
