@@ -10,6 +10,16 @@ from tests.cpu.ranks import Ranks
 from tests.cpu.tiny import make_tiny_data
 
 
+LONGEST = (
+    "test_zoo_parity.py", "test_resume.py", "test_parity.py", "test_stability.py", "test_init_from.py", "test_longce.py", "test_recipes.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: files are shared out among processes in this order, and none should be left with a long one at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Four living processes."""

@@ -132,6 +132,7 @@ def check_refused(ranks, words_of, run: Path, layout: str, *sentences: str) -> N
         assert sentence in said, said
 
 
+@pytest.mark.slow
 def test_rolling_under_another_tensor_or_pipeline_layout(ranks, tiny_data, tmp_path):
     """One sentence with both layouts and the ways out; parameters alone may be taken from it under any."""
     run = tmp_path / "run"

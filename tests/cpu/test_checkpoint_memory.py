@@ -56,6 +56,7 @@ def test_a_system_that_does_not_tell(tmp_path):
     assert available_host_memory(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_where_memory_is_short_training_waits_and_saves_what_it_can(ranks, tiny_data, tmp_path, size):
     """Rolling in place of permanent, at once in place of beside training; said once each, and the run goes on as any other."""

@@ -104,6 +104,7 @@ def test_killed_while_it_trains_and_writes(ranks, tiny_data, tmp_path):
     assert computed(run) == computed(undisturbed) and checkpoints(run) == checkpoints(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, rank", [pytest.param(1, None, marks=pytest.mark.slow), (2, 1)])
 def test_a_writer_that_fails_ends_the_run(ranks, tiny_data, tmp_path, size, rank):
     """Beside training, on one rank or all: found a step or so later, in one sentence; older checkpoints stay, nothing is left over."""
@@ -119,6 +120,7 @@ def test_a_writer_that_fails_ends_the_run(ranks, tiny_data, tmp_path, size, rank
     assert len(computed(run)) == 20
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_completes_its_checkpoint_first(ranks, tiny_data, tmp_path):
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "optimizer.peak_lr=1e30", "schedule.warmup_tokens=0", "checkpoint.interval_steps=1")

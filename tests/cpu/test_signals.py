@@ -68,6 +68,7 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, code", [("SIGUSR1", 138), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("SIGTERM", 143), ("SIGINT", 130)))]
 )

@@ -144,6 +144,7 @@ def test_memory_is_what_the_lines_say(tiny_data):
     assert recall(config, [line(step) for step in range(30, 41)], 40) == Memory(values(*range(33, 41))), "all that is looked at is there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [["parallel.tensor=2"], ["parallel.tensor=2", "parallel.pipeline=2"]])
 def test_all_ranks_judge_the_same_numbers(ranks, tiny_data, layout):
     """To the bit, though each of them has computed something slightly different."""
@@ -196,6 +197,7 @@ def test_a_batch_left_out_is_one_that_never_was(ranks, tiny_data, tmp_path):
     assert (run / "loss.png").is_file()
 
 
+@pytest.mark.slow
 def test_stop_keeps_the_parameters_from_before(ranks, tiny_data, tmp_path):
     run, until = tmp_path / "run", tmp_path / "until"
     stops = words(tiny_data, run, "stability.grad_norm_spike=stop", "stability.loss_spike=ignore", "checkpoint.interval_steps=5")
@@ -215,6 +217,7 @@ def test_stop_keeps_the_parameters_from_before(ranks, tiny_data, tmp_path):
     assert ended.code == 0 and marked(run) == [8], "what the message advises"
 
 
+@pytest.mark.slow
 def test_infinite_losses_are_skipped_so_many_times(ranks, tiny_data, tmp_path):
     """Their gradients are NaN too, and do not come back in a later step."""
     run, other = tmp_path / "run", tmp_path / "other"
@@ -282,6 +285,7 @@ def test_steps_skipped_in_a_row_count_on_after_a_resume(ranks, tiny_data, tmp_pa
     assert ended.code == 2 and "step 5: the loss is inf, and the 2 steps before it were skipped" in ended.err
 
 
+@pytest.mark.slow
 def test_without_its_metrics_a_run_says_that_it_forgot(ranks, tiny_data, tmp_path):
     run = tmp_path / "run"
     assert train(ranks, 1, words(tiny_data, run), stop=(7, 0, "SIGTERM")).code == 143
@@ -296,6 +300,7 @@ def test_without_its_metrics_a_run_says_that_it_forgot(ranks, tiny_data, tmp_pat
     assert events(run, "spikes_forgotten") == [{"event": "spikes_forgotten", "step": 7, "known": 0}]
 
 
+@pytest.mark.slow
 def test_steps_to_leave_out_may_be_changed_behind_the_checkpoint(ranks, tiny_data, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     first = words(tiny_data, run, "stability.skip_steps=[[2, 3], [10, 10]]")

@@ -260,6 +260,7 @@ def rows_of(stored: StoredRun) -> list[dict]:
     return [{key: value for key, value in stored.history[place].items() if not key.startswith("_")} for place in sorted(stored.history)]
 
 
+@pytest.mark.slow
 def test_without_a_network_parts_are_offline_and_come_together(ranks, tiny_data, tmp_path):
     """A key, but no server; then a start that is offline by its recipe; then wandb's own program with the command that the run printed."""
     pytest.importorskip("wandb")
@@ -288,6 +289,7 @@ def test_without_a_network_parts_are_offline_and_come_together(ranks, tiny_data,
     assert stored.described["groupName"] == "main" and stored.summary["starts"] == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_its_server_copy(ranks, tiny_data, tmp_path):
     """Though the server lacks the last row of the job before, which was killed."""
     pytest.importorskip("wandb")
