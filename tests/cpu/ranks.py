@@ -6,7 +6,9 @@ they end (some 60 and 90 each time, gloo's), so after a number of them new proce
 """
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -14,11 +16,17 @@ from typing import Any
 
 
 _MOST_RUNS = 100
+_PATIENCE_SECONDS = 120.0
+_PORTS = 3000
+"""For each of the processes that run tests side by side."""
 
 
 class Ranks:
     def __init__(self, size: int):
         self.size = size
+        first = 20_000 + _PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
+        self.ports = range(first, first + _PORTS)
+        self.port = random.choice(self.ports)  # two sets of tests on one machine
         self._start()
 
     def _start(self) -> None:
@@ -38,15 +46,39 @@ class Ranks:
             self.close()
             self._start()
         self.runs += 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = self._free_port()
         for rank, pipe in enumerate(self.pipes[:size]):
             pipe.send((rank, size, port, function, arguments))
-        answers = [pipe.recv() for pipe in self.pipes[:size]]
-        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        answers = self._answers(size)
+        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in sorted(answers.items()) if not good]
         assert not failures, "\n".join(failures)
-        return [value for _, value in answers]
+        return [answers[rank][1] for rank in range(size)]
+
+    def _free_port(self) -> int:
+        """Of this test process's own, and below those that the system gives to connections: nobody takes it before the ranks do."""
+        while True:
+            self.port = self.port + 1 if self.port + 1 < self.ports.stop else self.ports.start
+            with socket.socket() as free:
+                try:
+                    free.bind(("127.0.0.1", self.port))
+                    return self.port
+                except OSError:
+                    continue
+
+    def _answers(self, size: int) -> dict[int, tuple[bool, Any]]:
+        """By rank. Those that wait for one that has failed are ended, and new processes take the place of all."""
+        left, answers = {pipe: rank for rank, pipe in enumerate(self.pipes[:size])}, {}
+        while left:
+            failed = not all(good for good, _ in answers.values())
+            ready = multiprocessing.connection.wait(list(left), timeout=_PATIENCE_SECONDS if failed else None)
+            if not ready:
+                for process in self.processes:
+                    process.kill()
+                self._start()
+                break
+            for pipe in ready:
+                answers[left.pop(pipe)] = pipe.recv()
+        return answers
 
     def close(self) -> None:
         for pipe in self.pipes:
