@@ -1,6 +1,7 @@
 """The command line: `python -m data_prep COMMAND`. Parses, calls one function, says what was made."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with exit_with_code_2():
             options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `inspect ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("interrupted; finished output that was there before is untouched", file=sys.stderr)
         return 130
@@ -93,6 +98,13 @@ def _split(options: argparse.Namespace) -> None:
     total = sum(manifest.tokens for manifest in manifests.values())
     for part, manifest in manifests.items():
         say(built, str(options.output / part), [*dataset_parts(manifest), f"{100 * manifest.tokens / total:.2f}% of the tokens"])
+    share = manifests["valid"].tokens / total
+    if abs(share - options.valid_fraction) > 0.25 * options.valid_fraction:
+        print(
+            f"warning: {options.output / 'valid'} holds {share:.2%} of the tokens where --valid-fraction {options.valid_fraction:g} was "
+            "asked for: documents stay whole, and these are few or long; another --seed draws others",
+            file=sys.stderr,
+        )
 
 
 def _build_cache(options: argparse.Namespace) -> None:

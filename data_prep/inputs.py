@@ -63,6 +63,8 @@ def find_files(layout: str, inputs: Sequence[str], output: Path | None = None) -
         else:
             files = sorted(Path(name) for name in glob.glob(item, recursive=True) if Path(name).is_file())
             rule = "matches no file"
+        if not path.is_dir() and (taken := [file for file in files if _is_output(file.resolve(), own)]):
+            raise DataError(f"--input {taken[0]} lies where --output {output} is written; move it, or choose another --output")
         if not files:
             raise DataError(f"--input {item} {rule}; check the path (quote a glob, so that the shell leaves it alone)")
         for file in files:
@@ -70,8 +72,12 @@ def find_files(layout: str, inputs: Sequence[str], output: Path | None = None) -
     return list(found.values())
 
 
+def _is_output(file: Path, own: set[Path]) -> bool:
+    return file in own or any(folder in own for folder in file.parents)
+
+
 def _is_own(file: Path, own: set[Path]) -> bool:
-    return file in own or file.parent in own or file.name.endswith(".manifest.json")
+    return _is_output(file, own) or file.name.endswith(".manifest.json")
 
 
 def _expanded(inputs: Sequence[str]) -> Iterator[str]:

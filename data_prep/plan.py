@@ -5,8 +5,9 @@ Jobs of an array need no coordinator: the first one writes the plan, each later 
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def agree_on_plan(job: Job, shards: Sequence[Shard], overwrite: bool, alone: boo
     path = job.parts / NAME
     found = _read(path)
     changed = differences(found, plan) if found is not None else []
+    if stranger := next(_strangers(job.parts), None):
+        raise DataError(f"{stranger}: it is not of this command, which keeps its parts there; move it, or choose another --output")
     if alone and (changed or found is None) and (overwrite or not has_finished_parts(job.parts)):
         shutil.rmtree(job.parts, ignore_errors=True)
         found, changed = None, []
@@ -48,6 +51,13 @@ def agree_on_plan(job: Job, shards: Sequence[Shard], overwrite: bool, alone: boo
         )
 
 
+def _strangers(parts: Path) -> Iterator[Path]:
+    """What lies in the folder of parts and is not of them. A part's files begin with the number of its shard."""
+    for path in parts.iterdir() if parts.is_dir() else ():
+        if path.name != NAME and not re.match(r"\.|\d{5}", path.name):
+            yield path
+
+
 def has_finished_parts(parts: Path) -> bool:
     return any(parts.glob(f"*{SUFFIX}"))
 
@@ -55,7 +65,7 @@ def has_finished_parts(parts: Path) -> bool:
 def move_parts(job: Job, shards: Sequence[Shard], into: Path) -> None:
     """Move the parts, if they are of this plan, at once to `into`, which is about to be removed."""
     found = _read(job.parts / NAME)
-    if found is not None and not differences(found, _plan(job, shards)):
+    if found is not None and not differences(found, _plan(job, shards)) and not any(_strangers(job.parts)):
         job.parts.rename(into)
 
 

@@ -34,7 +34,7 @@ def add_tokenize(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--min-tokens", type=count(1), default=1, metavar="N", help="drop shorter documents; BOS and EOS do not count")
     parser.add_argument("--max-tokens", type=count(1), metavar="N", help="drop longer documents; BOS and EOS do not count")
     whole = "keep only documents that hold a whole sample of N tokens and the token after it, BOS and EOS included"
-    parser.add_argument("--whole-documents", type=count(0), default=0, metavar="N", help=whole)
+    parser.add_argument("--whole-documents", type=count(1), default=0, metavar="N", help=whole)
     parser.add_argument("--workers", type=count(1), default=_cores(), metavar="N", help="threads that tokenize (default: all cores)")
     processes = "processes that tokenize a file at a time and share the threads (default: one a thread, at most one a file)"
     parser.add_argument("--processes", type=count(1), metavar="N", help=processes)

@@ -92,6 +92,7 @@ def tokenize_documents(
             if not keep_parts:
                 move_parts(job, shards, staging.path(PARTS))
             return Outcome(finished, [], 0, 0, time.monotonic() - started, False)
+        _check_rejects(job, staging.was_interrupted)
         agree_on_plan(job, shards, overwrite, alone=True)
         try:
             parts, made, size, encoder = _make_missing(job, loaded, shards, spread)
@@ -104,6 +105,13 @@ def tokenize_documents(
         if not keep_parts:
             move_parts(job, shards, staging.path(PARTS))
     return Outcome(manifest, parts, made, size, time.monotonic() - started, True, encoder)
+
+
+def _check_rejects(job: Job, was_interrupted: bool) -> None:
+    """A file of rejects without a dataset or parts is somebody else's."""
+    path = job.output / REJECT_FILES[0]
+    if path.exists() and not manifest_path(job.output / NAME).exists() and not has_finished_parts(job.parts) and not was_interrupted:
+        raise DataError(f"{path}: it is there without a dataset, and would be replaced; move it, or choose another --output")
 
 
 def _make_share(

@@ -246,6 +246,26 @@ def test_files_of_one_name_are_different_shards(model, tmp_path):
     assert texts_of(model, tmp_path / "out" / "documents") == ["a", "b"]
 
 
+STRANGERS = {
+    "a file in parts/": ("parts/notes.txt", False),
+    "a folder in parts/": ("parts/sub/model.pt", False),
+    "the input in parts/": ("parts/own.jsonl", True),
+    "rejects without a dataset": ("rejects.jsonl", False),
+    "the input is rejects": ("rejects.jsonl", True),
+}
+
+
+@pytest.mark.parametrize("name, is_input", STRANGERS.values(), ids=STRANGERS)
+def test_what_tokenize_did_not_make_stays(model, tmp_path, capsys, name, is_input):
+    output, shards = tmp_path / "out", write_shards(tmp_path / "raw", 1)
+    (output / name).parent.mkdir(parents=True)
+    (output / name).write_text('{"text": "the only copy"}\n')
+    assert tokenize(model, output / name if is_input else shards, output) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and "choose another --output" in said
+    assert (output / name).read_text() == '{"text": "the only copy"}\n' and not list(output.glob("documents*"))
+
+
 def test_books_of_a_folder_are_one_part(model, tmp_path):
     (tmp_path / "books").mkdir()
     for number in range(30):

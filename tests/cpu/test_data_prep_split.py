@@ -124,3 +124,10 @@ def test_what_cannot_be_split(dataset, tmp_path, capsys):
     assert split(dataset, tmp_path / "out") == 2
     assert "SHA-256" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_share_far_from_the_one_asked_for_is_said(dataset, tmp_path, capsys):
+    assert split(dataset, tmp_path / "near", "--valid-fraction", "0.2") == 0 and "warning" not in capsys.readouterr().err
+    write_dataset(tmp_path / "few", 3)
+    assert split(tmp_path / "few", tmp_path / "far", "--valid-fraction", "0.01") == 0
+    assert f"warning: {tmp_path / 'far/valid'} holds " in capsys.readouterr().err
