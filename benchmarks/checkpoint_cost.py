@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 USUAL = [
     "776m+rope+pretrain_4k", "train.batch_tokens=65536", "train.micro_batch=8", "train.tokens=4194304", "schedule.warmup_tokens=65536",
@@ -49,9 +49,8 @@ def main() -> None:
 
 def measure(settings: argparse.Namespace, folder: Path) -> dict:
     """Everything measured, in seconds and bytes."""
-    from h200_start_line import make_dataset
-
     from hybrid_megatron import platform
+    from hybrid_megatron.benchmarking.made_up import made_up_dataset
     from hybrid_megatron.checkpoint.choose import check_whole
     from hybrid_megatron.checkpoint.form import PERMANENT, ROLLING
     from hybrid_megatron.checkpoint.saver import Saver
@@ -59,7 +58,6 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
     from hybrid_megatron.checkpoint.store import CheckpointStore, Progress
     from hybrid_megatron.config import load_recipe
     from hybrid_megatron.config.megatron import parameter_dtype
-    from hybrid_megatron.data import build_index_caches, open_dataset
     from hybrid_megatron.model.accounting import account
     from hybrid_megatron.model.pattern import plan_layers
     from hybrid_megatron.parallel import start
@@ -71,17 +69,12 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
     platform.select_device()
     words = settings.words or USUAL
     with contextlib.ExitStack() as stack:
-        given = [f"data.train={folder / 'train'}", "data.valid=null", "data.tokenizer=null", f"run_dir={folder / 'run'}"]
+        given = ["data.train=made_up", "data.valid=null", "data.tokenizer=null", f"run_dir={folder / 'run'}"]
         config = load_recipe([*words, *given, "checkpoint.keep_last=1"])
         state = stack.enter_context(start(config.parallel, config.seed))
-        if state.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            make_dataset(folder, config.model.vocab_size, 64 * config.train.batch_tokens)
-            build_index_caches(config)
-        state.from_rank_0(None)
         params = account(config, plan_layers(config)).total_params
         needed = checkpoint_bytes(params, parameter_dtype(config).itemsize)
-        trainer = build_trainer(config, state, open_dataset(config, "train"), None)
+        trainer = build_trainer(config, state, made_up_dataset(config), None)
         events: list[dict] = []
         store = CheckpointStore(folder / "run")
         saver = Saver(
@@ -95,7 +88,7 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
             nonlocal done
             began = time.perf_counter()
             set_hyperparameters(trainer.optimizer, 1e-4, config.optimizer.weight_decay)
-            train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done % 64, state, judge)
+            train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, done % config.num_steps, state, judge)
             platform.synchronize()
             done += 1
             return time.perf_counter() - began

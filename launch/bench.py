@@ -31,19 +31,18 @@ from hybrid_megatron.benchmarking.results import summarise, write_results
 from hybrid_megatron.benchmarking.run_cell import run_cell
 from hybrid_megatron.benchmarking.table import table
 from hybrid_megatron.errors import ConfigError, RunError, exit_with_code_2
+from launch.words import help_if_asked, split_options, whole_numbers
 
 _WITH_VALUE = ("--contexts", "--rounds", "--gpus", "--out")
 _ALONE = ("--peers", "--profile")
 
 
 def main(words: list[str]) -> None:
-    if {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0)
+    help_if_asked(__doc__, words, needs_words=False)
     with exit_with_code_2():
         if "WORLD_SIZE" in os.environ:
             raise ConfigError("bench starts torchrun itself: run python -m launch bench ... --gpus N, without torchrun before it")
-        plain, options = _split(words)
+        plain, options = split_options("bench", words, _WITH_VALUE, _ALONE)
         gpus = _number("--gpus", options.get("--gpus", "1"))
         if gpus > 1 and "--peers" in options:
             raise ConfigError("--peers: they run on one GPU; leave out --gpus")
@@ -64,7 +63,7 @@ def main(words: list[str]) -> None:
 def _cells(plain: list[str], options: dict[str, str]) -> list[Cell]:
     recipes = list(dict.fromkeys(word for word in plain if "=" not in word))
     overrides = tuple(word for word in plain if "=" in word)
-    contexts = _numbers("--contexts", options["--contexts"]) if "--contexts" in options else None
+    contexts = _numbers("--contexts", options["--contexts"], "4096,32768") if "--contexts" in options else None
     if not recipes:
         _refuse_a_cpu()
         recipes, contexts = list(RECIPES), contexts or list(CONTEXTS)
@@ -102,39 +101,15 @@ def _make(folder: Path) -> None:
         raise ConfigError(f"--out {folder}: it cannot be made ({error.strerror})") from None
 
 
-def _split(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Recipes and overrides, and options by name."""
-    plain, options, rest = [], {}, iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            plain.append(word)
-        elif name in _WITH_VALUE:
-            value = value if equals else next(rest, "")
-            if not value or value.startswith("--"):
-                raise ConfigError(f"{name}: a value must follow")
-            options[name] = value
-        elif word in _ALONE:
-            options[word] = ""
-        else:
-            raise ConfigError(f"bench has no option {word}; options are {', '.join((*_WITH_VALUE, *_ALONE))}")
-    return plain, options
+def _numbers(option: str, text: str, example: str) -> list[int]:
+    return whole_numbers(option, text, f"whole numbers above 0 are needed, e.g. {option} {example}")
 
 
 def _number(option: str, text: str) -> int:
-    numbers = _numbers(option, text)
+    numbers = _numbers(option, text, "2")
     if len(numbers) != 1:
         raise ConfigError(f"{option} {text}: it must be one whole number above 0")
     return numbers[0]
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    numbers = text.split(",")
-    if not all(number.isascii() and number.isdigit() and int(number) > 0 for number in numbers):
-        raise ConfigError(
-            f"{option} {text}: whole numbers above 0 are needed, e.g. {option} {'4096,32768' if option == '--contexts' else 2}"
-        )
-    return list(dict.fromkeys(map(int, numbers)))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ from pathlib import Path
 from hybrid_megatron.config import load_settings
 from hybrid_megatron.config.schema import LogitBaseConfig
 from hybrid_megatron.errors import ConfigError, exit_with_code_2
+from launch.words import help_if_asked
 
 
 def main(words: list[str]) -> None:
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0 if words else 2)
+    help_if_asked(__doc__, words)
     speaks = os.environ.get("RANK", "0") == "0"
     with exit_with_code_2(speaks=speaks):
         as_numbers = "--json" in words

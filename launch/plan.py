@@ -14,16 +14,15 @@ from pathlib import Path
 
 from hybrid_megatron.config import RunConfig, load_recipe
 from hybrid_megatron.errors import ConfigError, exit_with_code_2
+from launch.words import help_if_asked, split_options, whole_numbers
 
 _WITH_VALUE = ("--gpus", "--mfu", "--plot", "--study")
 
 
 def main(words: list[str]) -> None:
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0 if words else 2)
+    help_if_asked(__doc__, words)
     with exit_with_code_2():
-        words, options = _split(words)
+        words, options = split_options("plan", words, _WITH_VALUE, ("--json",), lambda name: _studies() if name == "--study" else "")
         mfu = _mfu(options["--mfu"]) if "--mfu" in options else None
         if "--study" in options:
             _plan_study(options, words, mfu)
@@ -67,25 +66,6 @@ def _recipe(words: list[str]) -> RunConfig:
     return load_recipe(words, beneath={"data": {"train": "unset"}})  # a plan reads no data
 
 
-def _split(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The recipe with its overrides, and options by name."""
-    plain, options, rest = [], {}, iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            plain.append(word)
-        elif name in _WITH_VALUE:
-            value = value if equals else next(rest, "")
-            if not value or value.startswith("--"):
-                raise ConfigError(f"{name}: a value must follow{_studies() if name == '--study' else ''}")
-            options[name] = value
-        elif word == "--json":
-            options[word] = ""
-        else:
-            raise ConfigError(f"plan has no option {word}; options are {', '.join((*_WITH_VALUE, '--json'))}")
-    return plain, options
-
-
 def _studies() -> str:
     from hybrid_megatron.config.studies import study_names
 
@@ -93,10 +73,7 @@ def _studies() -> str:
 
 
 def _gpus(text: str) -> list[int]:
-    numbers = text.split(",")
-    if not all(number.isascii() and number.isdigit() and int(number) > 0 for number in numbers):
-        raise ConfigError(f"--gpus {text}: these must be numbers of GPUs, e.g. 8 or 8,16")
-    return list(dict.fromkeys(map(int, numbers)))
+    return whole_numbers("--gpus", text, "these must be numbers of GPUs, e.g. 8 or 8,16")
 
 
 def _mfu(text: str) -> float:

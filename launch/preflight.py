@@ -15,12 +15,11 @@ import sys
 
 from hybrid_megatron.errors import ConfigError, exit_with_code_2
 from hybrid_megatron.preflight.report import Finding, Level, Report, forget_verdict, write_verdict
+from launch.words import help_if_asked
 
 
 def main(words: list[str]) -> None:
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0 if words else 2)
+    help_if_asked(__doc__, words)
     speaks = os.environ.get("RANK", "0") == "0"
     with exit_with_code_2(speaks=speaks):
         if speaks:

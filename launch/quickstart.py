@@ -13,15 +13,14 @@ from hybrid_megatron.config import load_recipe
 from hybrid_megatron.errors import exit_with_code_2
 from hybrid_megatron.training.signals import stop_on_signals
 from launch.train import exit_unless_complete
+from launch.words import help_if_asked
 
 DATA = Path("data/quickstart")
 RECIPE = "recipes/quickstart.yaml"
 
 
 def main(words: list[str]) -> None:
-    if words and words[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return
+    help_if_asked(__doc__, words, needs_words=False)
     began = time.monotonic()
     with exit_with_code_2():
         config = load_recipe([RECIPE, *words])

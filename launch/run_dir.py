@@ -7,12 +7,11 @@ import sys
 
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.errors import exit_with_code_2
+from launch.words import help_if_asked
 
 
 def main(words: list[str]) -> None:
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0 if words else 2)
+    help_if_asked(__doc__, words)
     with exit_with_code_2():
         print(load_recipe(words).run_dir)
 

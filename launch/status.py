@@ -10,12 +10,11 @@ from pathlib import Path
 
 from hybrid_megatron.errors import ConfigError, exit_with_code_2
 from hybrid_megatron.slurm.status import run_status
+from launch.words import help_if_asked
 
 
 def main(words: list[str]) -> None:
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0 if words else 2)
+    help_if_asked(__doc__, words)
     with exit_with_code_2():
         folders = [word for word in words if word != "--json"]
         if len(folders) != 1 or folders[0].startswith("-"):

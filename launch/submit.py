@@ -15,12 +15,11 @@ import sys
 from pathlib import Path
 
 from hybrid_megatron.errors import ConfigError, exit_with_code_2
+from launch.words import help_if_asked, split_options
 
 
 def main(words: list[str]) -> None:
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0 if words else 2)
+    help_if_asked(__doc__, words)
     with exit_with_code_2():
         recipes, options, sbatch_options = _split(words)
         _submit(recipes, options, sbatch_options)
@@ -81,19 +80,12 @@ def _gpus(options: dict[str, str], templates: dict[int, str]) -> int:
 def _split(words: list[str]) -> tuple[list[list[str]], dict[str, str], list[str]]:
     """The recipes of the stages, options by name, and what stands behind --."""
     words, _, sbatch_options = _partition(words, "--")
-    recipes, options, rest = [[]], {}, iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if word == "--then":
-            recipes.append([])
-        elif word == "--dry-run":
-            options[word] = ""
-        elif name in ("--gpus", "--template"):
-            options[name] = value if equals else next(rest, "")
-        elif word.startswith("-"):
-            raise ConfigError(f"submit has no option {word}; it has --then, --gpus, --template, --dry-run, and sbatch's own behind --")
-        else:
-            recipes[-1].append(word)
+    recipes, options, more = [], {}, True
+    while more:
+        stage, more, words = _partition(words, "--then")
+        recipe, named = split_options("submit", stage, ("--gpus", "--template"), ("--dry-run",))
+        recipes.append(recipe)
+        options |= named
     if "--gpus" in options and "--template" in options:
         raise ConfigError("--gpus and --template: both name the batch script; leave one out")
     return recipes, options, sbatch_options

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from hybrid_megatron.errors import NoIndexMaps, UserError, exit_with_code_2
 from hybrid_megatron.training.outcome import Outcome, tell_nothing, tell_refused
 from hybrid_megatron.training.signals import stop_on_signals
+from launch.words import help_if_asked
 
 
 def main(words: list[str]) -> None:
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__.strip())
-        raise SystemExit(0 if words else 2)
+    help_if_asked(__doc__, words)
     # Signals first: reading the recipe takes a second, and importing torch and megatron-core many.
     with exit_with_code_2(speaks=os.environ.get("RANK", "0") == "0"), stop_on_signals() as stop, _refusals_told():
         from hybrid_megatron.config import load_recipe

@@ -103,16 +103,11 @@ def judge_speed(job: Job, devices: list[Device], speeds: list[Speed]) -> list[Fi
 
 
 def _slow(job: Job, what: str, values: list[float], unit: str) -> list[Finding]:
-    least = SLOW * usual(values)
+    most = usual(values)
     return [
-        Finding(
-            "speed",
-            Level.BAD_NODE,
-            f"{job.place(rank)} reaches {value:.0f} {unit} ({what}), less than {SLOW:.0%} of the {usual(values):.0f} that are usual here",
-            job.nodes_of([rank]),
-        )
+        _bad(job, rank, f"reaches {value:.0f} {unit} ({what}), less than {SLOW:.0%} of the {most:.0f} that are usual here")
         for rank, value in enumerate(values)
-        if value < least
+        if value < SLOW * most
     ]
 
 
@@ -120,12 +115,11 @@ def _wrong(job: Job, checksums: list[float]) -> list[Finding]:
     """A GPU that computes wrongly would spoil the run without a word."""
     right = statistics.median_low([each for each in checksums if math.isfinite(each)] or [1.0])
     return [
-        Finding(
-            "speed",
-            Level.BAD_NODE,
-            f"{job.place(rank)} computes another product than the others (sum {each:.9g}, theirs {right:.9g}); have it tested",
-            job.nodes_of([rank]),
-        )
+        _bad(job, rank, f"computes another product than the others (sum {each:.9g}, theirs {right:.9g}); have it tested")
         for rank, each in enumerate(checksums)
         if not abs(each - right) <= SAME * right
     ]
+
+
+def _bad(job: Job, rank: int, found: str) -> Finding:
+    return Finding("speed", Level.BAD_NODE, f"{job.place(rank)} {found}", job.nodes_of([rank]))

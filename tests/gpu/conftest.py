@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.ranks import Ranks
+
 HERE = Path(__file__).parent
 
 
@@ -39,3 +41,11 @@ def free_memory():
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """Two living processes, a GPU each."""
+    group = Ranks(2)
+    yield group
+    group.close()

@@ -12,7 +12,6 @@ import torch
 
 from tests.cpu import cells
 from tests.cpu.parity_table import ParityTable
-from tests.cpu.ranks import Ranks
 from tests.cpu.test_parity import MASKS, compare_layout
 from tests.cpu.test_zoo_parity import ZOO_LAYOUTS
 from tests.cpu.tiny import make_tiny_data, tiny_words
@@ -25,14 +24,6 @@ LAYOUTS = ["context 2", "context 2 by all-to-all", "tensor 2 + sequence", "pipel
 MODELS = ["all mixers, HH", "all mixers, LH"]
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    """Two living processes, a GPU each."""
-    group = Ranks(2)
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")

@@ -44,14 +44,6 @@ preflight.main(sys.argv[1:])
 
 
 @pytest.fixture(scope="module")
-def gpus():
-    """Two living processes, a GPU each."""
-    group = Ranks(2)
-    yield group
-    group.close()
-
-
-@pytest.fixture(scope="module")
 def words(tmp_path_factory) -> list[str]:
     data = make_tiny_data(tmp_path_factory.mktemp("preflight"))
     return tiny_words(data, f"run_dir={data / 'run'}")

@@ -176,9 +176,11 @@ class Mixer(MegatronModule):
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""
-        # One weight for heads on several tensor ranks: each rank has a part of its gradient, which this sums in the backward pass.
-        weight = copy_to_tensor_model_parallel_region(weight, group=self.ranks.tp)
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, self.model.norm_eps)
+        return torch.nn.functional.rms_norm(x, weight.shape, self._for_all_heads(weight), self.model.norm_eps)
+
+    def _for_all_heads(self, weight: Tensor) -> Tensor:
+        """One weight for heads on several tensor ranks: each rank has a part of its gradient, which this sums in the backward pass."""
+        return copy_to_tensor_model_parallel_region(weight, group=self.ranks.tp)
 
 
 def all_to_all_problems(key: str, who: str, heads: int, parallel: ParallelConfig, other: str) -> list[str]:

@@ -19,7 +19,6 @@ from hybrid_megatron.ops.short_convolution import short_convolution
 from hybrid_megatron.ops.state_passing import recurrence_over_ranks
 from hybrid_megatron.ops.swla import SlidingWindow
 from hybrid_megatron.parallel import SequenceLayout
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
 
 class LinearMixer(Mixer):
@@ -199,9 +198,10 @@ class LinearMixer(Mixer):
         o = o.unflatten(2, (self.local_units, -1))
         if settings.output_gate == "none":
             return self._norm(o, self.out_norm).flatten(3)
-        weight = copy_to_tensor_model_parallel_region(self.out_norm, group=self.ranks.tp)
         z = parts["z"].unflatten(-1, (-1, self.model.head_dim))
-        return _normalised_and_gated(o, weight, z, eps=self.model.norm_eps, gate=settings.output_gate).flatten(3)
+        return _normalised_and_gated(o, self._for_all_heads(self.out_norm), z, eps=self.model.norm_eps, gate=settings.output_gate).flatten(
+            3
+        )
 
     def _convolved(self, x: Tensor, name: str, layout: SequenceLayout) -> Tensor:
         """[b, s, units, heads of a unit * d] -> [b, s, heads, d]."""
