@@ -10,15 +10,12 @@ HASH is of all contents, so that a folder never changes once it is there, and th
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid_megatron.code_version import PARTS, ROOT, code_version, git
 from hybrid_megatron.errors import RunError
-
-PROJECT = Path(__file__).resolve().parents[2]
-PARTS = ("launch", "hybrid_megatron", "data_prep", "recipes", "slurm", "pyproject.toml", "constraints.txt", "setup.sh", "Makefile")
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Snapshot:
         return final
 
 
-def snapshot(extra: dict[str, Path], project: Path = PROJECT) -> Snapshot:
+def snapshot(extra: dict[str, Path], project: Path = ROOT) -> Snapshot:
     """The code as it is now; `extra` adds files, by their place in the snapshot."""
     files = {name: project / name for name in _files(project)} | extra
     digest = hashlib.sha256(sys.prefix.encode())
@@ -63,31 +60,14 @@ def snapshot(extra: dict[str, Path], project: Path = PROJECT) -> Snapshot:
         digest.update(f"\0{place}\0{files[place].stat().st_mode & 0o111}\0{len(contents)}\0".encode())
         digest.update(contents)
     name = digest.hexdigest()[:12]
-    return Snapshot(files, Path(sys.prefix), _version(project) or name, name)
+    return Snapshot(files, Path(sys.prefix), code_version(project) or name, name)
 
 
 def _files(project: Path) -> list[str]:
     """What git knows or would know, by its present contents; without git everything but caches and hidden files."""
-    listed = _git(project, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
+    listed = git(project, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS)
     if listed is not None:
         return sorted({name for name in listed.split("\0") if name and (project / name).is_file()})
     found = [path for part in PARTS for path in ((project / part).rglob("*") if (project / part).is_dir() else [project / part])]
     names = [path.relative_to(project) for path in found if path.is_file()]
     return sorted(str(name) for name in names if not any(part.startswith(".") or part == "__pycache__" for part in name.parts))
-
-
-def _version(project: Path) -> str | None:
-    commit = _git(project, "rev-parse", "HEAD")
-    changed = _git(project, "status", "--porcelain", "--", *PARTS)
-    return commit and commit.strip() + ("-dirty" if changed else "")
-
-
-def _git(project: Path, *words: str) -> str | None:
-    """What git says in the project's folder; None without git, or where the folder is no checkout of its own."""
-    try:
-        top = subprocess.run(["git", "rev-parse", "--show-toplevel"], cwd=project, capture_output=True, text=True, check=True)
-        if Path(top.stdout.strip()).resolve() != project:
-            return None
-        return subprocess.run(["git", *words], cwd=project, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -9,7 +9,8 @@ from pathlib import Path
 from hybrid_megatron.config import RunConfig
 from hybrid_megatron.errors import RunError
 from hybrid_megatron.slurm.jobs import RECIPE, ask_slurm, record, told_by
-from hybrid_megatron.slurm.snapshot import PROJECT, Snapshot, snapshot
+from hybrid_megatron.code_version import ROOT
+from hybrid_megatron.slurm.snapshot import Snapshot, snapshot
 from hybrid_megatron.slurm.stage import check_free, write_recipe
 
 _WITH_CLUSTER_ENV = 'set -a; [[ ! -e $1 ]] || source "$1" >&2; set +a; exec "${@:2}"'
@@ -17,7 +18,7 @@ _WITH_CLUSTER_ENV = 'set -a; [[ ! -e $1 ]] || source "$1" >&2; set +a; exec "${@
 
 def cluster_env() -> Path:
     """The file that holds what is particular to this cluster; it need not be there."""
-    return Path(os.environ.get("HYBRID_MEGATRON_CLUSTER") or PROJECT / "slurm/cluster.env")
+    return Path(os.environ.get("HYBRID_MEGATRON_CLUSTER") or ROOT / "slurm/cluster.env")
 
 
 def code_with(template: Path) -> Snapshot:

@@ -4,15 +4,13 @@ import importlib.metadata
 import json
 import os
 import platform as python_platform
-import subprocess
-from pathlib import Path
 
 from hybrid_megatron import platform
+from hybrid_megatron.code_version import code_version
 from hybrid_megatron.model.accounting import Accounts
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.run_folder import RunFolder
 
-_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "triton", "megatron-core", "flash-linear-attention", "fla-core", "transformer-engine", "numpy", "omegaconf", "wandb")
 _SLURM = ("JOB_ID", "JOB_NAME", "JOB_PARTITION", "JOB_NODELIST", "JOB_NUM_NODES", "RESTART_COUNT", "CLUSTER_NAME")
 
@@ -22,7 +20,7 @@ def run_facts(state: ParallelState, accounts: Accounts, folder: RunFolder | None
     if folder is None:
         return {}
     return {
-        "code_version": code_version(),
+        "code_version": code_version() or "unknown",
         "packages": package_versions(),
         "device": platform.device_name(),
         "world_size": state.world_size,
@@ -32,31 +30,6 @@ def run_facts(state: ParallelState, accounts: Accounts, folder: RunFolder | None
         "starts": _starts(folder),
         "slurm": slurm_job(),
     }
-
-
-def code_version(root: Path = _ROOT) -> str:
-    """The git commit of the checkout at `root`, `-dirty` behind it where tracked files differ.
-
-    A copy of the code that is no checkout has the one line of its file `code_version` instead; without either: unknown.
-    """
-    if (root / ".git").exists():  # not that of a folder above
-        try:
-            commit = _git(root, "rev-parse", "HEAD")
-            return commit + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
-        except (OSError, subprocess.SubprocessError):
-            return "unknown"
-    try:
-        return (root / "code_version").read_text().strip() or "unknown"
-    except OSError:
-        return "unknown"
-
-
-def is_checkout(root: Path = _ROOT) -> bool:
-    return (root / ".git").exists()
-
-
-def _git(root: Path, *words: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
 
 def package_versions() -> dict[str, str]:

@@ -14,8 +14,8 @@ import warnings
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from hybrid_megatron.code_version import ROOT
 from hybrid_megatron.config.schema import RunConfig
-from hybrid_megatron.training.run_facts import is_checkout
 from hybrid_megatron.training.run_folder import RunFolder
 
 _INIT_SECONDS = 60.0
@@ -109,7 +109,7 @@ def _init(wandb, config: RunConfig, folder: RunFolder, facts: dict, mode: str):
         init_timeout=_INIT_SECONDS,
         finish_timeout=_FINISH_SECONDS,
         finish_timeout_raises=True,
-        disable_git=not is_checkout(),  # else the repository around a copy of the code would be taken for its own
+        disable_git=not (ROOT / ".git").exists(),  # else the repository around a copy of the code would be taken for its own
     )
     run = wandb.init(
         project=tracking.project,

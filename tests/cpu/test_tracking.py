@@ -12,13 +12,13 @@ import unittest.mock
 
 import pytest
 
+from hybrid_megatron.code_version import code_version
 from hybrid_megatron.config import load_recipe, save_config
 from hybrid_megatron.config.validate import validate
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.training import wandb_mirror
-from hybrid_megatron.training.run_facts import code_version
 from tests.cpu.runs import Ended, command, computed, train
 from tests.cpu.tiny import tiny_config, tiny_words
 from tests.cpu.wandb_server import StoredRun, wandb_server
@@ -221,19 +221,24 @@ def test_version_of_the_code(tmp_path):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     git(checkout, "init")
-    (checkout / "code.py").write_text("1\n")
-    git(checkout, "add", "code.py")
+    (checkout / "launch").mkdir()
+    (checkout / "launch/code.py").write_text("1\n")
+    git(checkout, "add", "launch")
     git(checkout, "commit", "-m", "first")
     commit = git(checkout, "rev-parse", "HEAD")
     copy = checkout / "runs/some/code/1234"
     copy.mkdir(parents=True)
-    assert code_version(checkout) == commit, "files that git does not know are no change of the code"
-    assert code_version(copy) == "unknown", "not that of the checkout around it"
+    (checkout / "notes.txt").write_text("mine\n")
+    assert code_version(checkout) == commit, "files beside the code are no change of it"
+    assert code_version(copy) is None, "not that of the checkout around it"
     (copy / "code_version").write_text(f"{commit}-dirty\n")
     assert code_version(copy) == f"{commit}-dirty"
-    (checkout / "code.py").write_text("2\n")
+    (checkout / "launch/new.py").touch()
+    assert code_version(checkout) == f"{commit}-dirty", "code that git does not know runs all the same"
+    (checkout / "launch/new.py").unlink()
+    (checkout / "launch/code.py").write_text("2\n")
     assert code_version(checkout) == f"{commit}-dirty"
-    assert code_version(tmp_path) == "unknown"
+    assert code_version(tmp_path) is None
 
 
 KEY = {"WANDB_API_KEY": "0" * 40}
