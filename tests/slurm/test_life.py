@@ -174,9 +174,7 @@ def test_full_disk(cluster, training, undisturbed):
     assert "not saved" in run.log.splitlines()[-1] and "the disk has" in run.log.splitlines()[-1]
     assert run.cluster.job(run.job)["ExitCode"] == "2:0" and len(run.attempts()) == 1
     filler.unlink()
-    run.submit()
-    run.end()
-    run.check_complete(undisturbed(1))
+    run.go_on(undisturbed(1))
 
 
 @pytest.mark.slow
@@ -189,9 +187,7 @@ def test_cancelled(training, undisturbed):
     assert run.events("stopped")[0]["signal"] == "SIGTERM" and run.restarts() == 0
     assert run.attempts() == ["from nothing: cancelled, stopped SIGTERM"]
     assert "nothing" in run.launch("cancel", run.run).stdout
-    run.submit()
-    run.end()
-    run.check_complete(undisturbed(1))
+    run.go_on(undisturbed(1))
 
 
 @pytest.mark.slow
@@ -205,9 +201,7 @@ def test_scancel(training, undisturbed):
     stopped = run.events("stopped")
     assert [event["signal"] for event in stopped] == ["SIGTERM"] and run.restarts() == 0
     assert (run.run / f"checkpoints/step_{stopped[0]['step']:08d}").is_dir(), "KillWait sufficed for a checkpoint"
-    run.submit()
-    run.end()
-    run.check_complete(undisturbed(1))
+    run.go_on(undisturbed(1))
 
 
 @pytest.mark.slow
