@@ -21,7 +21,7 @@ quickstart: setup ## train a small hybrid model here and now
 	@$(PY) -m launch quickstart
 
 # Slurm's packages are installed where CI=true says that the machine is nobody's own, and where the target's name promises tests of it.
-test: setup ## the tests that fit a few minutes on two cores
+test: setup ## the tests that fit a quarter of an hour on two cores
 	@[ -z "$$CI" ] || timeout 60 bash tests/slurm/install.sh || true
 	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu tests/slurm -m "not slow" -q -rs -n $(TEST_PROCESSES) --dist loadfile
 
