@@ -26,8 +26,8 @@ def main(words: list[str]) -> None:
 
 
 def _submit(recipes: list[list[str]], options: dict[str, str], sbatch_options: list[str]) -> None:
-    from hybrid_megatron.slurm import stage, submission  # after the words are read: these import torch
     from hybrid_megatron.code_version import ROOT
+    from hybrid_megatron.slurm import stage, submission  # after the words are read: these import torch
     from hybrid_megatron.slurm.template import TEMPLATES, gpus_of
 
     configs = stage.read_stages(recipes)

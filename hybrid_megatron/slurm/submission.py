@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybrid_megatron.code_version import ROOT
 from hybrid_megatron.config import RunConfig
 from hybrid_megatron.errors import RunError
 from hybrid_megatron.slurm.jobs import RECIPE, ask_slurm, record, told_by
-from hybrid_megatron.code_version import ROOT
 from hybrid_megatron.slurm.snapshot import Snapshot, snapshot
 from hybrid_megatron.slurm.stage import check_free, write_recipe
 
