@@ -1,8 +1,9 @@
-"""python benchmarks/checkpoint_cost.py [RECIPE WORDS ...] [--steps 5] [--saves 3] [--every 500] [--seconds 60] [--keep DIR] [--out DIR]
+"""python benchmarks/checkpoint_cost.py [RECIPE WORDS ...] [--steps 5] [--saves 3] [--every 500] [--seconds 60]
+                                      [--rolling-only] [--keep DIR] [--out DIR]
 
-What checkpoints cost: of `--saves` rolling ones and then one permanent one, the seconds that training waits (stall) and those until the
-files are complete, while steps go on as in a run. Alone on one device, or through torchrun on several. Without words:
-776m+rope+pretrain_4k with 65,536 tokens a step, on made-up data; on a CPU name a small recipe, 776m+gdn_nope_lh+pretrain_4k+tiny.
+What checkpoints cost: of `--saves` rolling ones and then, but for `--rolling-only`, one permanent one, the seconds that training waits
+(stall) and those until the files are complete, while steps go on as in a run. Alone on one device, or through torchrun on several. Without
+words: 776m+rope+pretrain_4k with 65,536 tokens a step, on made-up data; on a CPU name a small recipe, 776m+gdn_nope_lh+pretrain_4k+tiny.
 
 The share of time for a save every `--every` steps is (stall + what the steps beside the writing took longer) / (that many steps + the
 same), with the step as it is measured here: with the recipe's own batch of 1M tokens a step is longer and the share smaller. The first save
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3, help="rolling ones")
     parser.add_argument("--every", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rolling-only", action="store_true")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks")))
     settings = parser.parse_args()
@@ -118,7 +120,7 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
         began = time.perf_counter()
         alone = statistics.median(step() for _ in range(settings.steps))
         saves = []
-        for form in [ROLLING] * settings.saves + [PERMANENT]:
+        for form in [ROLLING] * settings.saves + [PERMANENT] * (not settings.rolling_only):
             [late] = state.highest([int(time.perf_counter() - began > settings.seconds)])
             if not late:
                 saves.append(save(form))

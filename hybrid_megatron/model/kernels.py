@@ -7,6 +7,7 @@ from hybrid_megatron.errors import RunError
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.ops.kernel_check import kernel_problem
+from hybrid_megatron.ops.tuned_kernels import use_tuned_kernels
 
 
 def check_kernels(config: RunConfig, plan: LayerPlan) -> None:
@@ -19,6 +20,7 @@ def check_kernels(config: RunConfig, plan: LayerPlan) -> None:
         return
     if problem := platform.kernel_pair_problem():
         raise RunError(problem)
+    use_tuned_kernels(platform.device_name())
     for mixer, group in groups.items():
         heads = group.heads // config.parallel.tensor
         problem = kernel_problem(mixer, heads, config.model.head_dim, parameter_dtype(config), platform.device())

@@ -27,7 +27,7 @@ _WAY_OUT = (
 
 def kernel_problem(mixer: str, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """What is wrong with the kernels of a linear mixer on this device, in one sentence; None if nothing is."""
-    recurrence, inputs = _example(mixer, heads, width, dtype, device)
+    recurrence, inputs = example(mixer, heads, width, dtype, device)
     try:
         errors = relative_errors(recurrence, inputs)
     except Exception as error:  # FLA refuses the pairs of triton and GPU that it knows to be wrong, and Triton has exceptions of its own
@@ -63,10 +63,12 @@ def _relative(mine: Tensor, theirs: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _example(mixer: str, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Recurrence, tuple[Tensor, ...]]:
-    """A recurrence and inputs of ordinary size."""
+def example(
+    mixer: str, heads: int, width: int, dtype: torch.dtype, device: torch.device, batch: int = 1, tokens: int = TOKENS
+) -> tuple[Recurrence, tuple[Tensor, ...]]:
+    """A linear mixer's recurrence and inputs of ordinary size [batch, tokens, heads, ...]."""
     random = torch.Generator().manual_seed(0)
-    q, k, v, gate = (torch.randn(1, TOKENS, heads, width, generator=random).to(device) for _ in range(4))
+    q, k, v, gate = (torch.randn(batch, tokens, heads, width, generator=random).to(device) for _ in range(4))
     if mixer == "lightning":
         return FixedDecay(lightning_log_decay(heads).to(device)), tuple(x.to(dtype) for x in (q, k, v))
     if mixer == "gla":

@@ -118,16 +118,26 @@ def global_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def _store(timeout: timedelta) -> dist.Store:
+    """Where the ranks find each other: as torchrun says, or, alone, with no port and no address.
+
+    torchrun keeps one store for all its starts, and what the ranks of an earlier one wrote would be taken for the present ones' addresses
+    (pytorch issue 135712), so on one node each start has keys of its own. On several, torchrun's agents count restarts each for itself.
+    """
+    if world_size() == 1:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size()) else "0"
+    return dist.PrefixStore(f"start_{restarts}", store)
+
+
 @contextlib.contextmanager
 def start(parallel: ParallelConfig, seed: int, timeout: timedelta = _TIMEOUT) -> Iterator[ParallelState]:
     """Start torch.distributed and megatron-core's groups for this layout; destroy both at the end, whatever happens.
 
     Operations between ranks, and their coming together, may wait for `timeout`.
     """
-    if world_size() > 1:
-        dist.init_process_group(platform.backend(), timeout=timeout)
-    else:  # alone: no port, no address
-        dist.init_process_group(platform.backend(), timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(platform.backend(), timeout=timeout, store=_store(timeout), rank=global_rank(), world_size=world_size())
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,

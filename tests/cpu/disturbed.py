@@ -33,10 +33,15 @@ def sleeps() -> None:
     time.sleep(1000)
 
 
+def sleeps_once() -> None:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(1000)
+
+
 def holds_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)  # unlike CDLL's, its calls keep the GIL
 
 
 if __name__ == "__main__":
-    in_data({act.__name__: act for act in (raises, sleeps, holds_the_interpreter)}[sys.argv[1]])
+    in_data({act.__name__: act for act in (raises, sleeps, sleeps_once, holds_the_interpreter)}[sys.argv[1]])
     main(sys.argv[2:])

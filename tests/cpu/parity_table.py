@@ -16,8 +16,8 @@ class ParityTable:
         """Largest difference of the loss (nats a token) and of a parameter's gradient (relative), of `model` under `layout` in `case`."""
         self.cells[model, layout, case] = loss, gradient
 
-    def markdown(self, where: str = "on CPUs over gloo", bounds: str = "1e-5 and 1e-4") -> str:
-        when = f"Measured {time.strftime('%Y-%m-%d')} with torch {torch.__version__.split('+')[0]} {where}, float32."
+    def markdown(self, where: str = "on CPUs over gloo", bounds: str = "1e-5 and 1e-4", precision: str = "float32") -> str:
+        when = f"Measured {time.strftime('%Y-%m-%d')} with torch {torch.__version__.split('+')[0]} {where}, {precision}."
         parts = [when + " Loss: difference in nats a token; gradients: largest relative difference of any parameter's."]
         if any(model == TINY for model, _, _ in self.cells):
             parts.append(self._tiny())

@@ -152,7 +152,7 @@ class Process:
     """`python -m launch train WORDS` as a person starts it; through torchrun where there are several processes.
 
     `module` is what is run instead of launch train; `outcome` the file that is told how it ends; `ignoring`
-    starts it as a batch script does that ignores the signals meant for it.
+    starts it as a batch script does that ignores the signals meant for it; `restarts`: how often torchrun starts all again.
     """
 
     def __init__(
@@ -162,10 +162,11 @@ class Process:
         module: tuple[str, ...] = ("launch", "train"),
         outcome: Path | None = None,
         ignoring: bool = False,
+        restarts: int = 0,
     ):
         python = [sys.executable, "-m"]
         if processes > 1:
-            python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+            python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "-m"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)

@@ -1,4 +1,4 @@
-"""Models of all mixers over two GPUs: what each layout computes over NCCL is what one GPU computes, float32, loss and gradients.
+"""Models of all mixers over several GPUs: what each layout computes over NCCL is what one GPU computes, loss and gradients.
 
 Triton multiplies float32 in TF32, and under another layout it multiplies other tiles: the bounds are those of test_zoo.py. Heads of 16
 channels, the narrowest that the kernels take: every layout has shapes of its own, and each compiles.
@@ -20,7 +20,12 @@ from tests.gpu.test_zoo import BOUNDS
 from tests.gpu.untuned import spare_autotuning
 
 SHAPE = ["run_dir=unused", "model.head_dim=16"]
-LAYOUTS = ["context 2", "context 2 by all-to-all", "tensor 2 + sequence", "pipeline 2 x virtual 2", "data 2", "tensor 2", "pipeline 2"]
+LAYOUTS = ZOO_LAYOUTS | {
+    "tensor 2 + sequence, context 2, pipeline 2": (
+        8, ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=2", "parallel.pipeline=2"],
+    ),
+    "tensor 2 + sequence, context 2, data 2": (8, ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=2"]),
+}  # fmt: skip
 MODELS = ["all mixers, HH", "all mixers, LH"]
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -33,27 +38,32 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def note():
-    """Notes a cell in the table of this module, which is written to the file that NCCL_TABLE names, if it is set."""
-    table = ParityTable()
+    """Notes a cell in the tables of this module, one a precision, which are written to the file that NCCL_TABLE names, if it is set."""
+    tables = {precision: ParityTable() for precision in BOUNDS}
 
-    def note(*cell) -> None:
-        table.note(*cell)
+    def note(precision: str, *cell) -> None:
+        tables[precision].note(*cell)
         if path := os.environ.get("NCCL_TABLE"):
-            Path(path).write_text(table.markdown("on two GPUs over NCCL", "2e-5 and 2e-2"))
+            told = [
+                table.markdown("over NCCL", " and ".join(f"{bound:.0e}" for bound in BOUNDS[name]), name)
+                for name, table in tables.items() if table.cells
+            ]  # fmt: skip
+            Path(path).write_text("\n".join(told))
 
     return note
 
 
 @pytest.fixture(scope="module")
 def one_gpu(gpus, data):
-    """(model, mask) -> loss, parameters and gradients of one step on one GPU, computed once."""
+    """(model, mask, precision) -> loss, parameters and gradients of one step on one GPU, computed once."""
     results = {}
 
-    def of(model: str, mask: str):
-        if (model, mask) not in results:
-            [(loss, parameters, gradients)] = gpus.run(1, untuned_cell, tiny_words(data, *MIXED[model], *SHAPE, *MASKS[mask]))
-            results[model, mask] = loss, cells.assemble([parameters]), cells.assemble([gradients])
-        return results[model, mask]
+    def of(model: str, mask: str, precision: str):
+        if (model, mask, precision) not in results:
+            words = tiny_words(data, *MIXED[model], *SHAPE, *MASKS[mask], f"train.precision={precision}")
+            [(loss, parameters, gradients)] = gpus.run(1, untuned_cell, words)
+            results[model, mask, precision] = loss, cells.assemble([parameters]), cells.assemble([gradients])
+        return results[model, mask, precision]
 
     return of
 
@@ -65,7 +75,12 @@ def untuned_cell(words: list[str]):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_over_nccl(gpus, data, one_gpu, note, model, layout, mask):
-    words = tiny_words(data, *MIXED[model], *SHAPE, *ZOO_LAYOUTS[layout][1], *MASKS[mask])
-    note(model, layout, mask, *compare_layout(gpus.run(2, untuned_cell, words), one_gpu(model, mask), BOUNDS["fp32"]))
+def test_layout_over_nccl(gpus, data, one_gpu, note, model, layout, precision, mask):
+    size, overrides = LAYOUTS[layout]
+    if gpus.size < size:
+        pytest.skip(f"needs {size} GPUs")
+    words = tiny_words(data, *MIXED[model], *SHAPE, *overrides, *MASKS[mask], f"train.precision={precision}")
+    answers = gpus.run(size, untuned_cell, words)
+    note(precision, model, layout, mask, *compare_layout(answers, one_gpu(model, mask, precision), BOUNDS[precision]))

@@ -1,0 +1,123 @@
+"""torchrun --nproc-per-node N benchmarks/context_parallel.py [--contexts 32768,131072] [--mixers gdn,gla,lightning,swa] [--out DIR]
+                                                               [MODEL WORDS ...]
+
+One mixer layer (input projection, mixer, output projection; forward and backward) of a sample spread over N ranks, against the same layer
+on each rank alone with the whole sample: milliseconds, bytes that the busiest rank receives from others in the forward pass, and the
+scaling efficiency, alone / (N x spread). Linear mixers by states and by all-to-all, windows by their halo. Contexts are tokens of a whole
+sample; besides those named, 32,768 a rank. Without words the layer is one of 776m in bf16; on a CPU add tiny, e.g. 776m+tiny.
+
+Writes context_parallel.json into --out ($OUT, or this folder).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+TIMES, WARM_UP = 10, 3
+LINEAR_WAYS, WINDOW_WAYS = ("alone", "states", "all_to_all"), ("alone", "halo")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("words", nargs="*", default=["776m"])
+    parser.add_argument("--contexts", default="32768,131072")
+    parser.add_argument("--mixers", default="gdn,gla,lightning,swa")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks")))
+    settings = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        sys.exit("error: nothing is spread over one process: start it with torchrun --nproc-per-node N, N at least 2")
+    named = [int(context) for context in settings.contexts.split(",")]
+    contexts = sorted({*named, 32_768 * ranks} if max(named) >= 32_768 else set(named))
+    rows = measure(settings, contexts)
+    if os.environ["RANK"] == "0":
+        rows = with_efficiency(rows, ranks)
+        print(table(rows, ranks))
+        (settings.out / "context_parallel.json").write_text(json.dumps({"ranks": ranks, "rows": rows}, indent=1) + "\n")
+
+
+def measure(settings: argparse.Namespace, contexts: list[int]) -> list[dict]:
+    from hybrid_megatron import platform
+    from hybrid_megatron.benchmarking.cells import load_for_bench
+    from hybrid_megatron.model.hybrid_model import build_model
+    from hybrid_megatron.model.kernels import check_kernels
+    from hybrid_megatron.model.pattern import plan_layers
+    from hybrid_megatron.parallel import SequenceLayout, start
+
+    platform.select_device()
+    spread = f"parallel.context={os.environ['WORLD_SIZE']}"
+
+    def config_of(mixer: str, way: str):
+        ways = [spread, f"parallel.context_linear={'all_to_all' if way == 'all_to_all' else 'states'}"]
+        one_layer = [f"pattern=[{{mixer: {mixer}}}]", "model.num_layers=1", "model.vocab_size=1024"]
+        return load_for_bench("+".join(settings.words), (*one_layer, *ways))
+
+    rows = []
+    with start(config_of("gdn", "alone").parallel, seed=1) as state:
+        for mixer in settings.mixers.split(","):
+            for way in WINDOW_WAYS if mixer == "swa" else LINEAR_WAYS:
+                config = config_of(mixer, way)
+                check_kernels(config, plan_layers(config))
+                layer = build_model(config, plan_layers(config), state).decoder.layers[0].self_attention
+                for context in contexts:
+                    ranks = 1 if way == "alone" else config.parallel.context
+                    told = state.of_all_ranks(time_layer(layer, config, SequenceLayout(context, ranks, state.groups.cp.rank() % ranks)))
+                    most = {name: max(each[name] for each in told) for name in told[0]}
+                    rows.append({"mixer": mixer, "way": way, "context": context, **most})
+    return rows
+
+
+def time_layer(layer, config, layout) -> dict:
+    """Median of a forward and a backward pass of the layer on this rank's share of one sample."""
+    import torch
+
+    from hybrid_megatron import platform
+    from hybrid_megatron.config.megatron import parameter_dtype
+    from tests.cpu.traffic import counted
+
+    hidden = torch.randn(layout.local_length, 1, config.model.hidden_size, dtype=parameter_dtype(config), device=platform.device())
+    hidden.requires_grad_()
+
+    def once() -> float:
+        platform.synchronize()
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        out, _ = layer(hidden, packed_seq_params=layout)
+        out.backward(torch.ones_like(out))
+        platform.synchronize()
+        return 1e3 * (time.perf_counter() - began)
+
+    with counted() as traffic, torch.no_grad():
+        layer(hidden, packed_seq_params=layout)
+    for _ in range(WARM_UP):
+        once()
+    return {"milliseconds": statistics.median(once() for _ in range(TIMES)), "received_bytes": traffic.received}
+
+
+def with_efficiency(rows: list[dict], ranks: int) -> list[dict]:
+    alone = {(row["mixer"], row["context"]): row["milliseconds"] for row in rows if row["way"] == "alone"}
+    return [
+        row | {"efficiency": alone[row["mixer"], row["context"]] / (row["milliseconds"] * (1 if row["way"] == "alone" else ranks))}
+        for row in rows
+    ]
+
+
+def table(rows: list[dict], ranks: int) -> str:
+    lines = [f"{'mixer':<11}{'context':>9}  {'over ' + str(ranks) + ' ranks':<14}{'ms':>9}{'MB received':>13}{'efficiency':>12}"]
+    for row in sorted(rows, key=lambda row: (row["mixer"], row["context"])):
+        lines.append(
+            f"{row['mixer']:<11}{row['context']:>9,}  {row['way']:<14}{row['milliseconds']:>9.2f}{row['received_bytes'] / 1e6:>13.2f}"
+            f"{row['efficiency']:>12.2f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""python benchmarks/layout_speed.py [--gpus N] [--models 376m,776m,...] [--contexts 4096,32768] [--seconds 600] [--add FILE] [--out DIR]
+
+Training steps of each model size under each layout that N GPUs of one host allow, against the same recipe on one GPU: tokens per second
+and GPU, MFU, memory, and the efficiency, tokens per second per GPU over those on one GPU. The layouts are the ones that the recipes
+recommend (slurm/train_8xh200.sbatch) and the obvious alternatives; 776m+gdn_nope_lh also at 131,072 tokens, everything recomputed on one
+GPU and on N alike.
+
+--gpus      all there are, unless said
+--seconds   no measurement begins later than this
+--add       a layout_speed.json of earlier measurements on the same kind of machine: they stay, and only what is missing is measured
+
+Writes layout_speed.json into --out ($OUT, or this folder). On a CPU, as a trial: --gpus 2 --models tiny --contexts 128,256
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+MODELS = {
+    "776m": "776m+rope", "776m gdn": "776m+gdn_nope_lh", "376m": "376m+rope", "1b": "1b+rope", "3b": "3b+rope", "tiny": "776m+rope+tiny",
+}  # fmt: skip
+LONG = 131_072
+
+
+@dataclass(frozen=True)
+class Measurement:
+    model: str
+    context: int
+    layout: str
+    words: tuple[str, ...]
+    gpus: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--models", default="776m,776m gdn,1b,3b,376m")
+    parser.add_argument("--contexts", default="4096,32768,131072")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--add", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks")))
+    settings = parser.parse_args()
+    gpus = settings.gpus or gpus_here()
+    contexts = [int(context) for context in settings.contexts.split(",")]
+    earlier = json.loads(settings.add.read_text())["rows"] if settings.add and settings.add.exists() else []
+    rows = [row for row in earlier if row["failed"] is None]
+    done = {(row["model"], row["context"], row["layout"]) for row in rows}
+    wanted = [
+        each for each in measurements(settings.models.split(","), contexts, gpus) if (each.model, each.context, each.layout) not in done
+    ]
+    for row in measured(wanted, gpus, settings.out, settings.seconds):
+        rows.append(row)
+        (settings.out / "layout_speed.json").write_text(json.dumps({"gpus": gpus, "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+def gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count() or sys.exit("error: torch sees no GPU here; on a CPU: --gpus 2 --models tiny --contexts 128,256")
+
+
+def measurements(models: list[str], contexts: list[int], gpus: int) -> list[Measurement]:
+    """Those on one GPU first: two of them can run beside each other."""
+    alone, spread = [], []
+    for context in contexts:
+        for model in models:
+            same = ("train.recompute=full",) if context == LONG else ()
+            if context == LONG and model not in ("776m gdn", "tiny"):
+                continue
+            alone.append(Measurement(model, context, "one GPU", same, 1))
+            spread += [Measurement(model, context, layout, (*words, *same), gpus) for layout, words in layouts(model, context, gpus)]
+    return alone + spread
+
+
+def layouts(model: str, context: int, gpus: int) -> list[tuple[str, tuple[str, ...]]]:
+    """(name, words), the recommended one first; what the words do not say is data parallel."""
+    tensor = (f"tensor 2, data {gpus // 2}", ("parallel.tensor=2", "parallel.sequence=true"))
+    spread = (f"context 2, data {gpus // 2}", ("parallel.context=2",))
+    pipeline = (f"pipeline 2, data {gpus // 2}", ("parallel.pipeline=2",))
+    data = (f"data {gpus}", ())
+    if context == LONG:
+        return [(f"context {gpus}", (f"parallel.context={gpus}",))]
+    if context > 4096:
+        return [spread, data, tensor]
+    return [data, tensor, pipeline] if model in ("776m", "3b") else [data, tensor]
+
+
+def measured(wanted: list[Measurement], gpus: int, out: Path, seconds: float):
+    """A row each, as benchmarking/measure.py has it, with `model`, `layout` and `gpus`."""
+    from hybrid_megatron.benchmarking.cells import Cell
+    from hybrid_megatron.benchmarking.run_cell import run_cell
+
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + seconds
+
+    def run(each: Measurement, on: int | None) -> dict | None:
+        if time.monotonic() > end:
+            print(f"{each.model} at {each.context:,}, {each.layout}: left out, no time", flush=True)
+            return None
+        row = run_cell(Cell(MODELS[each.model], each.context, overrides=each.words), each.gpus, logs, on)
+        told = row["failed"] or f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
+        print(f"{each.model} at {each.context:,}, {each.layout}: {told}", flush=True)
+        return row | {"model": each.model, "layout": each.layout, "gpus": each.gpus}
+
+    alone = [each for each in wanted if each.gpus == 1]
+    with ThreadPoolExecutor(gpus) as pool:  # one GPU each, side by side
+        lanes = [alone[gpu::gpus] for gpu in range(gpus)]
+        for rows in pool.map(lambda gpu: [run(each, gpu) for each in lanes[gpu]], range(gpus)):
+            yield from (row for row in rows if row)
+    yield from (row for each in wanted if each.gpus > 1 if (row := run(each, None)))
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        f"{'model':<10}{'context':>9}  {'layout':<22}{'batch':>8}{'recompute':>11}{'tok/s/GPU':>11}{'MFU':>7}{'GiB':>7}{'efficiency':>12}"
+    ]
+    alone = {(row["model"], row["context"]): row for row in rows if row["layout"] == "one GPU" and row["failed"] is None}
+    for row in sorted(rows, key=lambda row: (row["context"], list(MODELS).index(row["model"]))):
+        start = f"{row['model']:<10}{row['context']:>9,}  {row['layout']:<22}"
+        if row["failed"] is not None:
+            lines.append(f"{start}  {row['failed']}")
+            continue
+        first = alone.get((row["model"], row["context"]))
+        efficiency = f"{row['tokens_per_second_per_gpu'] / first['tokens_per_second_per_gpu']:.3f}" if first else "-"
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        batch = f"{row['micro_batches']} x {row['micro_batch']}"
+        lines.append(
+            f"{start}{batch:>8}{row['recompute']:>11}{row['tokens_per_second_per_gpu']:>11,.0f}{mfu:>7}{row['peak_memory_gib']:>7.1f}{efficiency:>12}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""python benchmarks/multi_gpu_table.py FOLDER: what benchmarks/multi_gpu.sh left there, as one table of aims and what was seen."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+AIMS = {2: 0.95, 4: 0.94, 8: 0.93}
+"""Tokens per second and GPU of 776m at 4,096 on so many GPUs, over one GPU's."""
+
+
+def main(folder: Path) -> None:
+    rows = [*tests(folder), *speed(folder), *context(folder), *checkpoint(folder)]
+    if not rows:
+        sys.exit(f"error: {folder}: benchmarks/multi_gpu.sh has left nothing there")
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def tests(folder: Path) -> list[tuple[str, str, str]]:
+    """The last line of pytest, and the worst cells of the parity tables."""
+    rows = []
+    for name, what in (
+        ("parity", "every layout computes what one GPU computes"), ("reshard", "checkpoints go on under other layouts"),
+        ("failures", "a rank killed, failed, hanging: the run has all its steps"),
+    ):  # fmt: skip
+        if (log := folder / f"{name}.log").exists():
+            ended = [line.strip(" =") for line in log.read_text().splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
+            rows.append((what, "all pass", ended[-1] if ended else "did not end"))
+    if (table := folder / "parity.md").exists():
+        rows += [("parity", "", line.split(". Bounds")[0]) for line in table.read_text().splitlines() if line.startswith("Worst of")]
+    return rows
+
+
+def speed(folder: Path) -> list[tuple[str, str, str]]:
+    if not (path := folder / "layout_speed.json").exists():
+        return []
+    told = json.loads(path.read_text())
+    rows = [row for row in told["rows"] if row["failed"] is None]
+    rate = {(row["model"], row["context"], row["layout"]): row["tokens_per_second_per_gpu"] for row in rows}
+    found = []
+    for row in sorted(rows, key=lambda row: (row["context"], row["model"])):
+        one, aim = rate.get((row["model"], row["context"], "one GPU")), ""
+        if row["layout"].startswith("data") and (row["model"], row["context"]) == ("776m", 4096):
+            aim = f"{AIMS.get(told['gpus'], 0.93):.2f}"
+        elif row["context"] > 32_768 and row["gpus"] > 1:
+            aim = "0.85"
+        elif row["context"] == 4096 and row["model"] in ("1b", "3b") and row["gpus"] == 8 and row["layout"].startswith("data"):
+            aim = "MFU 45%"
+        efficiency = f", {row['tokens_per_second_per_gpu'] / one:.3f} of one GPU" if one and row["gpus"] > 1 else ""
+        mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
+        found.append((
+            f"{row['model']} at {row['context']:,}, {row['layout']}", aim,
+            f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{mfu}, {row['peak_memory_gib']:.1f} GiB{efficiency}",
+        ))  # fmt: skip
+    return found
+
+
+def context(folder: Path) -> list[tuple[str, str, str]]:
+    """How many times fewer bytes states are than all-to-all, and the time of each way."""
+    if not (path := folder / "context_parallel.json").exists():
+        return []
+    told = json.loads(path.read_text())
+    cells = {(row["mixer"], row["context"], row["way"]): row for row in told["rows"]}
+    found = []
+    for (mixer, length, way), row in sorted(cells.items()):
+        if way == "alone":
+            continue
+        other = cells.get((mixer, length, "all_to_all"))
+        fewer = f", {other['received_bytes'] / row['received_bytes']:.0f}x fewer bytes than all-to-all" if way == "states" else ""
+        aim = "10x" if way == "states" and length == 32_768 * told["ranks"] else ""
+        found.append((
+            f"layer of {mixer} at {length:,} over {told['ranks']}, {way}", aim,
+            f"{row['milliseconds']:.2f} ms, {row['received_bytes'] / 1e6:.2f} MB, {row['efficiency']:.2f} of one GPU{fewer}",
+        ))  # fmt: skip
+    return found
+
+
+def checkpoint(folder: Path) -> list[tuple[str, str, str]]:
+    if not (path := folder / "checkpoint_cost.json").exists():
+        return []
+    told = json.loads(path.read_text())
+    return [
+        (
+            f"{told['words'][0]}: {save['form']} checkpoint {i + 1} on {told['processes']} GPUs", "",
+            f"stall {save['stall_seconds']:.2f} s, complete after {save['seconds']:.1f} s, {save['bytes'] / 2**30:.1f} GiB",
+        )
+        for i, save in enumerate(told["saves"])
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
