@@ -119,11 +119,15 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict:
         step()  # compiles
         began = time.perf_counter()
         alone = statistics.median(step() for _ in range(settings.steps))
+        if state.rank == 0:
+            print(f"{alone:.3f} s a step", file=sys.stderr, flush=True)
         saves = []
         for form in [ROLLING] * settings.saves + [PERMANENT] * (not settings.rolling_only):
             [late] = state.highest([int(time.perf_counter() - began > settings.seconds)])
             if not late:
                 saves.append(save(form))
+                if state.rank == 0:
+                    print(json.dumps(saves[-1]), file=sys.stderr, flush=True)
                 step()
         began = time.perf_counter()
         check_whole(store.newest(), state)

@@ -71,6 +71,8 @@ def measure(settings: argparse.Namespace, contexts: list[int]) -> list[dict]:
                     told = state.of_all_ranks(time_layer(layer, config, SequenceLayout(context, ranks, state.groups.cp.rank() % ranks)))
                     most = {name: max(each[name] for each in told) for name in told[0]}
                     rows.append({"mixer": mixer, "way": way, "context": context, **most})
+                    if state.rank == 0:
+                        print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 

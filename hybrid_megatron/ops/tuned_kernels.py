@@ -77,9 +77,8 @@ class _Known(dict):
 def parts_of(tuner, key: tuple) -> tuple[list[tuple], list[str]]:
     """A tuning key of Triton's as (named values, types of the kernel's tensors)."""
     values = [part for part in key if not (isinstance(part, str) and part.startswith("torch."))]
-    names = [name for name in tuner.keys if name in tuner.arg_names]
-    if len(names) != len(values):  # a call that leaves some out: then nothing of its key is passed over
-        names = [str(place) for place in range(len(values))]
+    names = [name for name in tuner.keys if name in tuner.arg_names and name not in tuner.configs[0].kwargs]  # what it chooses is in no key
+    assert len(names) == len(values), f"{name_of(tuner)}: the key {key} does not have the parts {names}"
     return list(zip(names, values)), list(key[len(values) :])
 
 

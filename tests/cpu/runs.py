@@ -167,7 +167,8 @@ class Process:
         python = [sys.executable, "-m"]
         if processes > 1:
             python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "-m"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
+        path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         if outcome is not None:

@@ -134,7 +134,7 @@ def test_hang(training, undisturbed):
     assert run.restarts() == 0 and [attempt.partition(": ")[2] for attempt in run.attempts()] == ["crashed", "complete"]
     (hang,) = run.events("hang")
     (culprit,) = [line for line in hang["ranks"] if "the others wait for it" in line]
-    assert culprit.startswith("rank 1 on ")
+    assert culprit.startswith("rank 1 (node2, pid ")
     assert any((run.run / "logs/stacks").iterdir())
     run.check_complete(undisturbed(2))
 
