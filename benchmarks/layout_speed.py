@@ -1,15 +1,17 @@
-"""python benchmarks/layout_speed.py [--gpus N] [--models 376m,776m,...] [--contexts 4096,32768] [--seconds 600] [--add FILE] [--out DIR]
+"""python benchmarks/layout_speed.py [--gpus N] [--only MODEL@CONTEXT,...] [--recommended] [--seconds 600] [--add FILE] [--out DIR]
 
 Training steps of each model size under each layout that N GPUs of one host allow, against the same recipe on one GPU: tokens per second
 and GPU, MFU, memory, and the efficiency, tokens per second per GPU over those on one GPU. The layouts are the ones that the recipes
 recommend (slurm/train_8xh200.sbatch) and the obvious alternatives; 776m+gdn_nope_lh also at 131,072 tokens, everything recomputed on one
 GPU and on N alike.
 
---gpus      all there are, unless said
---seconds   no measurement begins later than this
---add       a layout_speed.json of earlier measurements on the same kind of machine: they stay, and only what is missing is measured
+--gpus         all there are, unless said
+--only         some of them, e.g. 776m@4096,776m gdn@131072
+--recommended  of the layouts only the recommended one
+--seconds      no measurement begins later than this
+--add          a layout_speed.json of earlier measurements on the same kind of machine: they stay, and only what is missing is measured
 
-Writes layout_speed.json into --out ($OUT, or this folder). On a CPU, as a trial: --gpus 2 --models tiny --contexts 128,256
+Writes layout_speed.json into --out ($OUT, or this folder). On a CPU, as a trial: --gpus 2 --only tiny@128,tiny@256
 """
 
 import argparse
@@ -17,9 +19,10 @@ import json
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -28,6 +31,9 @@ MODELS = {
     "776m": "776m+rope", "776m gdn": "776m+gdn_nope_lh", "376m": "376m+rope", "1b": "1b+rope", "3b": "3b+rope", "tiny": "776m+rope+tiny",
 }  # fmt: skip
 LONG = 131_072
+ALL = ",".join(
+    [f"{model}@{context}" for context in (4096, 32_768) for model in ("776m", "776m gdn", "1b", "3b", "376m")] + [f"776m gdn@{LONG}"]
+)
 
 
 @dataclass(frozen=True)
@@ -42,21 +48,20 @@ class Measurement:
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--gpus", type=int)
-    parser.add_argument("--models", default="776m,776m gdn,1b,3b,376m")
-    parser.add_argument("--contexts", default="4096,32768,131072")
+    parser.add_argument("--only", default=ALL)
+    parser.add_argument("--recommended", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--add", type=Path)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks")))
     settings = parser.parse_args()
     gpus = settings.gpus or gpus_here()
-    contexts = [int(context) for context in settings.contexts.split(",")]
+    wanted = [(model, int(context)) for model, context in (each.split("@") for each in settings.only.split(","))]
     earlier = json.loads(settings.add.read_text())["rows"] if settings.add and settings.add.exists() else []
     rows = [row for row in earlier if row["failed"] is None]
     done = {(row["model"], row["context"], row["layout"]) for row in rows}
-    wanted = [
-        each for each in measurements(settings.models.split(","), contexts, gpus) if (each.model, each.context, each.layout) not in done
-    ]
-    for row in measured(wanted, gpus, settings.out, settings.seconds):
+    planned = measurements(wanted, gpus, settings.recommended)
+    missing = [each for each in planned if (each.model, each.context, each.layout) not in done]
+    for row in measured(missing, gpus, settings.out, settings.seconds):
         rows.append(row)
         (settings.out / "layout_speed.json").write_text(json.dumps({"gpus": gpus, "rows": rows}, indent=1) + "\n")
     print(table(rows))
@@ -65,19 +70,17 @@ def main() -> None:
 def gpus_here() -> int:
     import torch
 
-    return torch.cuda.device_count() or sys.exit("error: torch sees no GPU here; on a CPU: --gpus 2 --models tiny --contexts 128,256")
+    return torch.cuda.device_count() or sys.exit("error: torch sees no GPU here; on a CPU: --gpus 2 --only tiny@128,tiny@256")
 
 
-def measurements(models: list[str], contexts: list[int], gpus: int) -> list[Measurement]:
-    """Those on one GPU first: two of them can run beside each other."""
+def measurements(wanted: list[tuple[str, int]], gpus: int, recommended: bool) -> list[Measurement]:
+    """Those on one GPU first: some of them can run beside each other."""
     alone, spread = [], []
-    for context in contexts:
-        for model in models:
-            same = ("train.recompute=full",) if context == LONG else ()
-            if context == LONG and model not in ("776m gdn", "tiny"):
-                continue
-            alone.append(Measurement(model, context, "one GPU", same, 1))
-            spread += [Measurement(model, context, layout, (*words, *same), gpus) for layout, words in layouts(model, context, gpus)]
+    for model, context in wanted:
+        same = ("train.recompute=full",) if context == LONG else ()
+        alone.append(Measurement(model, context, "one GPU", same, 1))
+        found = [Measurement(model, context, layout, (*words, *same), gpus) for layout, words in layouts(model, context, gpus)]
+        spread += found[:1] if recommended else found
     return alone + spread
 
 
@@ -113,11 +116,20 @@ def measured(wanted: list[Measurement], gpus: int, out: Path, seconds: float):
         return row | {"model": each.model, "layout": each.layout, "gpus": each.gpus}
 
     alone = [each for each in wanted if each.gpus == 1]
-    with ThreadPoolExecutor(gpus) as pool:  # one GPU each, side by side
-        lanes = [alone[gpu::gpus] for gpu in range(gpus)]
-        for rows in pool.map(lambda gpu: [run(each, gpu) for each in lanes[gpu]], range(gpus)):
-            yield from (row for row in rows if row)
-    yield from (row for each in wanted if each.gpus > 1 if (row := run(each, None)))
+    free: SimpleQueue[int] = SimpleQueue()
+    for gpu in range(gpus):
+        free.put(gpu)
+
+    def run_alone(each: Measurement) -> dict | None:
+        gpu = free.get()
+        try:
+            return run(each, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(gpus) as pool:  # side by side
+        yield from filter(None, (task.result() for task in as_completed([pool.submit(run_alone, each) for each in alone])))
+    yield from filter(None, (run(each, None) for each in wanted if each.gpus > 1))
 
 
 def table(rows: list[dict]) -> str:

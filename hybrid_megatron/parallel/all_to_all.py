@@ -4,6 +4,7 @@ A rank holds its own chunks of all heads, or the whole sample of its share of th
 (size - 1) / size of what it holds. Differentiable: the backward pass of each is the other.
 """
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,8 +19,9 @@ def heads_from_sequence(x: Tensor, layout: SequenceLayout, group: ProcessGroup) 
     assert x.shape[2] % layout.size == 0, f"{x.shape[2]} heads over {layout.size} context ranks"
     by_owner = x.unflatten(2, (layout.size, -1)).movedim(2, 0)
     by_source = all_to_all(group, by_owner.contiguous())  # [size, b, local_length, n / size, ...]
-    chunks = by_source.unflatten(2, (-1, layout.chunk_length)).movedim(0, 1).flatten(1, 2)
-    return chunks[:, gathered_order(layout.size)].flatten(1, 2)
+    # Pieces, not an index: the gradient of an index over a few large slices takes CUDA seconds.
+    chunks = [chunk for source in by_source for chunk in source.split(layout.chunk_length, dim=1)]
+    return torch.cat([chunks[place] for place in gathered_order(layout.size)], dim=1)
 
 
 def sequence_from_heads(x: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
@@ -27,8 +29,7 @@ def sequence_from_heads(x: Tensor, layout: SequenceLayout, group: ProcessGroup) 
     if layout.size == 1:
         return x
     assert x.shape[1] == layout.context, f"{x.shape[1]} tokens under a layout of {layout.context}"
-    held = [chunk for rank in range(layout.size) for chunk in chunks_of(rank, layout.size)]
-    chunks = x.unflatten(1, (-1, layout.chunk_length))[:, held]
-    by_owner = chunks.unflatten(1, (layout.size, -1)).movedim(1, 0).flatten(2, 3)
-    by_source = all_to_all(group, by_owner.contiguous())  # [size, b, local_length, n / size, ...]
+    chunks = x.split(layout.chunk_length, dim=1)
+    by_owner = torch.stack([torch.cat([chunks[chunk] for chunk in chunks_of(rank, layout.size)], dim=1) for rank in range(layout.size)])
+    by_source = all_to_all(group, by_owner)  # [size, b, local_length, n / size, ...]
     return by_source.movedim(0, 2).flatten(2, 3)
