@@ -1,8 +1,9 @@
 """python benchmarks/tune_kernels.py [--mixers gdn,gla,lightning] [--widths 128,64] [--processes 8] [--out FILE]
 
-Finds the fastest configurations of flash-linear-attention's kernels on this machine's GPUs, for the shapes that recipes use: whole samples,
-masked documents, and the run that makes a transition matrix for context parallelism. Writes what hybrid_megatron/ops/tuned_kernels.py
-reads, into its folder unless --out says otherwise: minutes on one GPU, and then no run on such a GPU has to look for them.
+Finds the fastest configurations of flash-linear-attention's kernels on this machine's GPUs, for the shapes that recipes use: whole samples
+and masked documents, from their beginning or, under context parallelism, from a state, and the run that makes a transition matrix. Writes
+what hybrid_megatron/ops/tuned_kernels.py reads, into its folder unless --out says otherwise: minutes on one GPU, and then no run on such a
+GPU has to look for them.
 
 Every case is a process; configurations are compiled side by side and timed one at a time a GPU.
 """
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 BATCH, TOKENS, HEADS = 8, 4096, 12
-KINDS = ("whole", "documents", "summary")
+KINDS = ("whole", "documents", "continued", "continued documents", "summary")
+"""Samples from their beginning, or from a state that has a gradient, as under context parallelism; and what makes transition matrices."""
 SUMMARY_BY_KERNELS = ("gdn",)
 """Mixers whose transition matrix is made by FLA's kernels; the others' summaries are sums in torch."""
 
@@ -38,14 +40,14 @@ def main() -> None:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     settings = parser.parse_args()
     if settings.case:
-        mixer, width, kind = settings.case.split()
+        mixer, width, kind = settings.case.split(maxsplit=2)
         print(json.dumps(tuned(mixer, int(width), kind)))
         return
     from hybrid_megatron import platform
     from hybrid_megatron.ops.tuned_kernels import table_of, write_table
 
     mixers = settings.mixers.split(",")
-    kinds = {mixer: KINDS if mixer in SUMMARY_BY_KERNELS else KINDS[:2] for mixer in mixers}
+    kinds = {mixer: KINDS if mixer in SUMMARY_BY_KERNELS else KINDS[:-1] for mixer in mixers}
     cases = [f"{mixer} {width} {kind}" for width in settings.widths.split(",") for mixer in mixers for kind in kinds[mixer]]
     path = settings.out or table_of(platform.device_name())
     for entries in measure(cases, settings.processes):
@@ -70,7 +72,7 @@ def measure(cases: list[str], processes: int) -> Iterator[list[dict]]:
                 print(f"{cases[number]}: failed\n{ended.stderr[-2000:]}", flush=True)
                 return []
             found = json.loads(ended.stdout.splitlines()[-1])
-            print(f"{cases[number]:<24}{len(found):>4} configurations{time.perf_counter() - began:>8.0f} s", flush=True)
+            print(f"{cases[number]:<32}{len(found):>4} configurations{time.perf_counter() - began:>8.0f} s", flush=True)
             return found
 
         for found in (task.result() for task in as_completed([pool.submit(run, number) for number in range(len(cases))])):
@@ -94,8 +96,9 @@ def tuned(mixer: str, width: int, kind: str) -> list[dict]:
     if kind == "summary":
         outputs = recurrence.summary(inputs)
     else:
-        starts = torch.rand(BATCH, TOKENS, device=platform.device()) < 1 / 700 if kind == "documents" else None
-        outputs = recurrence.run(inputs, scale=width**-0.5, document_starts=starts)
+        starts = torch.rand(BATCH, TOKENS, device=platform.device()) < 1 / 700 if "documents" in kind else None
+        state = torch.randn(BATCH, HEADS, width, width, device=platform.device(), requires_grad=True) if "continued" in kind else None
+        outputs = recurrence.run(inputs, scale=width**-0.5, initial_state=state, document_starts=starts)
     sum(x.float().square().sum() for x in outputs if x.requires_grad).backward()
     return [entry_of(tuner, key, config) for tuner in tuners_of_fla() for key, config in tuner.cache.items()]
 

@@ -95,10 +95,11 @@ def _run(
     watch: Watch,
     init_from: Path | None,
 ) -> Outcome:
-    accounts = account(config, plan_layers(config))
+    plan = plan_layers(config)
+    accounts = account(config, plan)
     console.describe(state, accounts)
     with state.together():
-        check_kernels(config, plan_layers(config))
+        check_kernels(config, plan)
     watch.phase("loading")
     chosen = newest_whole(store, state)
     init_from = state.from_rank_0(None if chosen else init_from)

@@ -1,5 +1,6 @@
 """Killed or asked to stop at any moment, the same command again ends where an undisturbed run does."""
 
+import os
 import random
 import re
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_megatron.training.heartbeat import read_heartbeats
 from tests.cpu.runs import Process, checkpoints, computed, snapshot, train
 from tests.cpu.tiny import tiny_words
 
@@ -152,3 +154,21 @@ def test_leftover_of_a_killed_removal_is_removed(ranks, tiny_data, tmp_path):
     (run / "checkpoints/step_00000000.old.partial").mkdir()
     assert train(ranks, 1, words).code == 0
     assert checkpoints(run) == ["step_00000002", "step_00000003"], "the newest checkpoint.keep_last=2, nothing else"
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_ranks_again_after_one_was_killed(tiny_data, tmp_path, undisturbed):
+    """Its restarts share one store: the ranks must not take each other's addresses from before."""
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}", "checkpoint.interval_steps=4")
+    process = Process(["sleeps_once", *words], processes=2, module=("tests.cpu.disturbed",), restarts=1)
+
+    def stuck() -> list[int]:
+        return [beat.pid for beat in read_heartbeats(run) if (beat.rank, beat.step, beat.phase) == (1, 6, "data")]
+
+    process.wait_for(lambda: bool(stuck()))
+    os.kill(stuck()[0], signal.SIGKILL)
+    ended = process.end()
+    assert ended.code == 0 and "resumed    step_00000004" in ended.out, ended
+    assert [line["step"] for line in computed(run)] == [line["step"] for line in undisturbed]
+    assert max(abs(line["loss"] - other["loss"]) for line, other in zip(computed(run), undisturbed)) <= 1e-5, "two ranks, and one"
