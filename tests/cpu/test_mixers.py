@@ -182,9 +182,9 @@ def enliven(block: torch.nn.Module) -> None:
     for name, parameter in block.named_parameters():
         if parameter.dim() == 2:
             parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5, generator=random)
-        elif "norm" in name:  # all ones would not tell the heads' channels apart
+        elif "norm" in name or name.endswith(".D"):  # all ones would not tell the heads or their channels apart
             parameter.uniform_(0.5, 1.5, generator=random)
-        elif name.endswith(("gate_bias", "z_bias", ".D")):  # and zeros or ones would not be missed
+        elif name.endswith(("gate_bias", "z_bias")):  # and zeros would not be missed
             parameter.normal_(0, 1, generator=random)
 
 
