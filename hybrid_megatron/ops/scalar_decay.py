@@ -20,7 +20,7 @@ from hybrid_megatron.ops.chunks import cut, join, visible
 from hybrid_megatron.ops.documents import over_documents
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
 
-CHUNK = 32
+CHUNK = 16
 
 
 class ScalarDecay(GatedLinearAttention):
@@ -44,7 +44,7 @@ class ScalarDecay(GatedLinearAttention):
 
 
 def chunked(q, k, v, g, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:
-    """(o, final state) in chunks of 32 tokens, for the CPU; float32 for lower precisions, the given dtype otherwise."""
+    """(o, final state) in chunks of 16 tokens, for the CPU; float32 for lower precisions, the given dtype otherwise."""
     work = torch.promote_types(q.dtype, torch.float32)
     length, out_dtype = q.shape[1], v.dtype
     q, k, v, g = (cut(x, CHUNK, work) for x in (q, k, v, g[..., None]))
