@@ -1,4 +1,4 @@
-"""The delta rule with a forget gate of each channel, the recurrence of Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692, equation 1).
+"""The delta rule with a forget gate of each channel, the recurrence of Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692):
 
     S_t = (I - beta_t k_t^T k_t) Diag(e^{g_t}) S_{t-1} + beta_t k_t^T v_t        o_t = scale * q_t S_t
 

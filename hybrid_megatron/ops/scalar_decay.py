@@ -1,4 +1,4 @@
-"""Linear attention with one forget gate a head, the recurrence of Mamba2 (Dao and Gu, 2024, arXiv 2405.21060, section 3.2):
+"""Linear attention with one forget gate a head, the recurrence of Mamba2 (Dao and Gu, 2024, arXiv 2405.21060):
 
     S_t = e^{g_t} S_{t-1} + k_t^T v_t        o_t = scale * q_t S_t
 

@@ -167,7 +167,8 @@ def test_rope_window_is_swa(build, way, window):
 # RoPE turns queries and keys alike, so a window of the input is a window of the recurrence where its transition commutes with the turning.
 @pytest.mark.parametrize(
     "mixer, position",
-    [(mixer, "nope") for mixer in ("gla", "gdn", "kda", "lightning", "mamba2")] + [(mixer, "rope") for mixer in ("gdn", "lightning", "mamba2")],
+    [(mixer, "nope") for mixer in ("gla", "gdn", "kda", "lightning", "mamba2")]
+    + [(mixer, "rope") for mixer in ("gdn", "lightning", "mamba2")],
 )
 @pytest.mark.parametrize("way", ["on layers", "on heads, first"])
 def test_swla_is_the_layer_on_overlapping_windows_of_its_input(build, way, mixer, position):

@@ -198,7 +198,9 @@ def groups_of(config: RunConfig, entry: dict) -> list[Group]:
         options = getattr(model, mixer)
         of_full_layer = (model.num_kv_heads if mixer in ("attention", "swa") else options.num_kv_heads) or HEADS
         position = part.get("position", "rope" if mixer in ("swa", "lightning") else "nope")
-        own = {"swa": ["window"], "gla": ["gate_rank", "gate_temperature"], "gdn": ["allow_neg_eigval"], "kda": ["allow_neg_eigval"]}.get(mixer, [])
+        own = {"swa": ["window"], "gla": ["gate_rank", "gate_temperature"], "gdn": ["allow_neg_eigval"], "kda": ["allow_neg_eigval"]}.get(
+            mixer, []
+        )
         own += [] if mixer in ("attention", "swa") else ["short_conv"]
         groups.append(
             Group(

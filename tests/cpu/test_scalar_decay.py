@@ -73,9 +73,7 @@ def test_the_same_gate_in_every_channel_is_gated_linear_attention(form):
     q, k, v, g = draw("mamba2", 100)
     state, starts = draw_state((q, k, v)), starts_at(100, (0, 40), (63,))
     wide = (q, k, v, g[..., None].expand(*g.shape, q.shape[-1]))
-    for mine, theirs in zip(
-        forms_of(RULE)[form]((q, k, v, g), state, starts), definition_of(GatedLinearAttention())(wide, state, starts)
-    ):
+    for mine, theirs in zip(forms_of(RULE)[form]((q, k, v, g), state, starts), definition_of(GatedLinearAttention())(wide, state, starts)):
         assert relative_error(mine, theirs) <= EXACT
 
 

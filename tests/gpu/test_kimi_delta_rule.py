@@ -2,8 +2,8 @@
 
 bfloat16: one rounding is 2^-9 = 2e-3 relative at most, half that in the norm; the kernels round decayed queries and keys, scores, updates
 and the states between chunks once each, and the final state and the gates' sums are float32: 1e-2 bounds all but the gradient of g. There,
-as for the gated delta rule, FLA 0.6.0 sums what a chunk's first state gives to a channel's gate in bf16 (kda/chunk_bwd.py, b_h * b_dh along
-the values, 64 or 128 terms): off by up to a few roundings of that sum for all tokens of the chunk alike, at random sqrt(128) 2^-9 = 2e-2, so
+as for the gated delta rule, FLA 0.6.0 sums what a chunk's first state gives to a channel's gate in bf16 (kda/chunk_bwd.py, b_h * b_dh
+along the values, 64 or 128 terms): off by the roundings of that sum for all tokens of the chunk alike, at random sqrt(128) 2^-9 = 2e-2, so
 3e-2 is the bound, and its steps within chunks are held to 1e-2. float32 goes through TF32: 11 bits, 2e-3.
 """
 
