@@ -41,9 +41,9 @@ MIXED = {
     "all mixers, LH": _layers("mixer: swa", "mixer: gla", "mixer: lightning", "mixer: attention, position: nope"),
     "all mixers, HH": _layers(
         "heads: [{mixer: gdn, share: 3}, {mixer: attention, position: nope}]",
-        "heads: [{mixer: kda, share: 2}, {mixer: swa}, {mixer: attention, position: nope}]",
+        "heads: [{mixer: swa}, {mixer: attention, position: nope}]",
         "heads: [{mixer: gla, share: 2}, {mixer: attention, position: rope}, {mixer: gdn, position: rope}]",
-        "heads: [{mixer: lightning}, {mixer: mamba2}, {mixer: attention, position: nope, share: 2}]",
+        "heads: [{mixer: lightning}, {mixer: attention, position: nope, share: 3}]",
     ),
     "all options, HH": [
         *_layers(
@@ -62,4 +62,4 @@ MIXED = {
         "model.mamba2={short_conv: 3, qk_norm: true, output_gate: sigmoid}",
     ],
 }
-"""All of them in one model: what the default tests cover."""
+"""Many of them in one model, kda and mamba2 with all options in the last: what the default tests cover."""
