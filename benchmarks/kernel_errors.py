@@ -4,7 +4,7 @@ The errors of the linear mixers' kernels as a table: a row for each kernel, head
 each tensor against the float64 definition. The file comes from the tests on a GPU:
 
     KERNEL_TABLE=kernels.jsonl python -m pytest tests/gpu/test_gated_linear_attention.py tests/gpu/test_fixed_decay.py \\
-        tests/gpu/test_gated_delta_rule.py
+        tests/gpu/test_gated_delta_rule.py tests/gpu/test_kimi_delta_rule.py tests/gpu/test_scalar_decay.py
 """
 
 import json

@@ -1,5 +1,7 @@
 """What one would train with instead, at the same width, depth, FFN and vocabulary: Hugging Face's Llama under torch.compile, and FLA's own
-models. Each with its own default loss, weights and moments in bfloat16 as its users have them, and torch's fused AdamW."""
+models. Each with its own default loss, weights and moments in bfloat16 as its users have them, and torch's fused AdamW.
+
+FLA's Mamba2 is no peer: without the package mamba_ssm its layer falls back to a form in plain torch that nobody would train with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,6 +56,12 @@ def _fla_gla(model: ModelConfig, context: int):
     return GLAConfig(**_sizes(model), num_heads=model.num_heads, expand_k=1.0, expand_v=1.0)
 
 
+def _fla_kda(model: ModelConfig, context: int):
+    from fla.models import KDAConfig
+
+    return KDAConfig(**_sizes(model), num_heads=model.num_heads, head_dim=model.head_dim, expand_v=1.0)
+
+
 def _sizes(model: ModelConfig) -> dict:
     return {
         "hidden_size": model.hidden_size,
@@ -69,6 +77,7 @@ _PEERS = {
     "llama": Peer("Hugging Face Llama", _llama, PatternEntry(mixer="attention", position="rope"), compiled=True, needs_cuda=False),
     "fla_gdn": Peer("FLA Gated DeltaNet", _fla_gdn, PatternEntry(mixer="gdn")),
     "fla_gla": Peer("FLA GLA", _fla_gla, PatternEntry(mixer="gla")),
+    "fla_kda": Peer("FLA Kimi Delta Attention", _fla_kda, PatternEntry(mixer="kda")),
 }
 
 

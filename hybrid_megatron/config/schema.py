@@ -72,11 +72,25 @@ class GDNConfig(LinearConfig):
 
 
 @dataclass
+class KDAConfig(LinearConfig):
+    """Settings of the mixer `kda` (Kimi Delta Attention). Its output gate is made through a bottleneck of head_dim."""
+
+    output_gate: str = "sigmoid"
+    allow_neg_eigval: bool = False
+    """As gdn's."""
+
+
+@dataclass
 class LightningConfig(LinearConfig):
     """Settings of the mixer `lightning` (linear attention with a fixed decay a head, as in HypeNet)."""
 
     qk_norm: bool = True
     output_gate: str = "sigmoid"
+
+
+@dataclass
+class Mamba2Config(LinearConfig):
+    """Settings of the mixer `mamba2` (Mamba2 with a query and a key of each head, as in HypeNet)."""
 
 
 @dataclass
@@ -101,7 +115,9 @@ class ModelConfig:
     swa: SWAConfig = field(default_factory=SWAConfig)
     gla: GLAConfig = field(default_factory=GLAConfig)
     gdn: GDNConfig = field(default_factory=GDNConfig)
+    kda: KDAConfig = field(default_factory=KDAConfig)
     lightning: LightningConfig = field(default_factory=LightningConfig)
+    mamba2: Mamba2Config = field(default_factory=Mamba2Config)
 
 
 @dataclass
@@ -109,7 +125,7 @@ class HeadShare:
     """Some of the heads of a head-wise layer."""
 
     mixer: str = MISSING
-    """Name of a mixer: attention, swa, gla, gdn or lightning."""
+    """Name of a mixer: attention, swa, gla, gdn, kda, lightning or mamba2."""
     position: Optional[str] = None
     """rope or nope, as in PatternEntry."""
     share: int = 1
@@ -121,9 +137,9 @@ class PatternEntry:
     """One entry of `pattern`: layers of one mixer (`mixer`), or layers whose heads have different ones (`heads`)."""
 
     mixer: Optional[str] = None
-    """Name of a mixer: attention, swa, gla, gdn or lightning."""
+    """Name of a mixer: attention, swa, gla, gdn, kda, lightning or mamba2."""
     position: Optional[str] = None
-    """rope or nope. attention must say which; swa and lightning have rope and gla and gdn nope unless said otherwise."""
+    """rope or nope. attention must say which; swa and lightning have rope and the other mixers nope unless said otherwise."""
     heads: list[HeadShare] = field(default_factory=list)
     """Instead of `mixer`: the mixers that share the heads of one layer."""
     repeat: int = 1

@@ -9,10 +9,12 @@ from torch import Tensor
 from hybrid_megatron.ops.fixed_decay import FixedDecay, lightning_log_decay
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
+from hybrid_megatron.ops.kimi_delta_rule import KimiDeltaRule
 from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.scalar_decay import ScalarDecay
 from tests import definitions
 
-KINDS = ("gdn", "gla", "lightning")
+KINDS = ("gdn", "gla", "kda", "lightning", "mamba2")
 SCALE = 0.3
 EXACT = 1e-12
 """Relative norm in float64."""
@@ -24,7 +26,7 @@ type Form = Callable[[tuple[Tensor, ...], Tensor | None, Tensor | None], tuple[T
 def rule_of(kind: str, heads: int = 3) -> Recurrence:
     if kind == "lightning":
         return FixedDecay(lightning_log_decay(heads))
-    return {"gdn": GatedDeltaRule, "gla": GatedLinearAttention}[kind]()
+    return {"gdn": GatedDeltaRule, "gla": GatedLinearAttention, "kda": KimiDeltaRule, "mamba2": ScalarDecay}[kind]()
 
 
 def draw(kind: str, length: int, heads: int = 3, width_k: int = 8, width_v: int = 6, batch: int = 2) -> tuple[Tensor, ...]:
@@ -36,8 +38,11 @@ def draw(kind: str, length: int, heads: int = 3, width_k: int = 8, width_v: int 
 
     q, k = (F.normalize(normal(batch, length, heads, width_k), dim=-1) for _ in range(2))
     v = normal(batch, length, heads, width_v)
-    if kind == "gdn":
-        return q, k, v, -F.softplus(normal(batch, length, heads) - 2), 2 * torch.sigmoid(normal(batch, length, heads))
+    if kind in ("gdn", "kda"):
+        channels = () if kind == "gdn" else (width_k,)
+        return q, k, v, -F.softplus(normal(batch, length, heads, *channels) - 2), 2 * torch.sigmoid(normal(batch, length, heads))
+    if kind == "mamba2":
+        return q, k, v, -F.softplus(normal(batch, length, heads) - 2)
     return (q, k, v, F.logsigmoid(normal(batch, length, heads, width_k)) / 4) if kind == "gla" else (q, k, v)
 
 
@@ -58,6 +63,8 @@ def definition_of(rule: Recurrence) -> Form:
     formula = {
         GatedDeltaRule: definitions.gated_delta_rule,
         GatedLinearAttention: definitions.gated_linear_attention,
+        KimiDeltaRule: definitions.kimi_delta_rule,
+        ScalarDecay: definitions.scalar_decay,
         FixedDecay: lambda q, k, v, *rest: definitions.fixed_decay(q, k, v, rule.log_decay.to(k.dtype), *rest),
     }[type(rule)]
     return lambda inputs, state, starts: formula(*inputs, SCALE, state, starts)

@@ -166,7 +166,9 @@ def test_rope_window_is_swa(build, way, window):
 
 # RoPE turns queries and keys alike, so a window of the input is a window of the recurrence where its transition commutes with the turning.
 @pytest.mark.parametrize(
-    "mixer, position", [("gla", "nope"), ("gdn", "nope"), ("lightning", "nope"), ("gdn", "rope"), ("lightning", "rope")]
+    "mixer, position",
+    [(mixer, "nope") for mixer in ("gla", "gdn", "kda", "lightning", "mamba2")]
+    + [(mixer, "rope") for mixer in ("gdn", "lightning", "mamba2")],
 )
 @pytest.mark.parametrize("way", ["on layers", "on heads, first"])
 def test_swla_is_the_layer_on_overlapping_windows_of_its_input(build, way, mixer, position):
@@ -185,7 +187,7 @@ def test_swla_is_the_layer_on_overlapping_windows_of_its_input(build, way, mixer
 
 @pytest.mark.parametrize("position", ["nope", "rope"])
 @pytest.mark.parametrize("way", ["on layers", "on heads, first"])
-@pytest.mark.parametrize("mixer", ["gla", "gdn", "lightning"])
+@pytest.mark.parametrize("mixer", ["gla", "gdn", "kda", "lightning", "mamba2"])
 def test_swla_is_the_published_form(build, monkeypatch, way, mixer, position):
     """The recurrence of the layer replaced by ops/swla.py's overlapped windows, under a stride of its own and any options."""
     options = [f"model.{mixer}.short_conv=3", f"model.{mixer}.qk_norm=true"]
@@ -277,7 +279,7 @@ NOTHING = {
     ),
     "dynamic_ntk": ("{mixer: swa}", dict(dynamic_ntk=True), "inference.dynamic_ntk=true: it acts on attention with RoPE"),
     "rope_window": ("{mixer: attention, position: nope}", dict(rope_window=8), "inference.rope_window=8: it acts on attention with RoPE"),
-    "swla_window": ("{mixer: swa}", dict(swla_window=8), "inference.swla_window=8: it acts on gla, gdn or lightning"),
+    "swla_window": ("{mixer: swa}", dict(swla_window=8), "inference.swla_window=8: it acts on gla, gdn, kda, lightning or mamba2"),
 }
 
 

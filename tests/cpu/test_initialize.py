@@ -81,6 +81,17 @@ EVERY_MIXER = [
 ]  # fmt: skip
 
 
+KDA_AND_MAMBA2 = [
+    "pattern=[{mixer: kda}, {mixer: mamba2}, {heads: [{mixer: kda}, {mixer: mamba2}]}, {mixer: attention, position: rope}]",
+    "model.kda.short_conv=4", "model.mamba2.qk_norm=true",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kda_and_mamba2(state, tiny_data) -> dict[str, torch.Tensor]:
+    return parameters(state, tiny_data, *WIDE, *KDA_AND_MAMBA2)
+
+
 @pytest.fixture(scope="module")
 def every_mixer(state, tiny_data) -> dict[str, torch.Tensor]:
     return parameters(state, tiny_data, *WIDE, *EVERY_MIXER)
@@ -101,6 +112,27 @@ def test_decays_of_gdn_in_every_pattern(every_mixer):
     assert 0 < float(rates.exp().min()) and float(rates.exp().max()) < 16 and float(rates.exp().std()) > 3
     steps = torch.nn.functional.softplus(steps.double()).log10()
     assert -3 - 1e-4 <= float(steps.min()) and float(steps.max()) <= -1 + 1e-4 and float(steps.std()) > 0.4
+
+
+def test_decays_of_kda_and_mamba2(kda_and_mamba2):
+    """As flash-linear-attention draws them: A from 1 to 16, a time step a head (mamba2) or a channel of 4 (kda), mamba2's skip at one."""
+    own = {name.split("layers.")[1]: p for name, p in kda_and_mamba2.items() if "mixers." in name}
+    assert all(p.dtype == torch.float32 for p in own.values())
+    heads = {"0.self_attention.mixers.0": 64, "1.self_attention.mixers.0": 64} | {f"2.self_attention.mixers.{i}": 32 for i in (0, 1)}
+    for place, count in heads.items():
+        kda = place in ("0.self_attention.mixers.0", "2.self_attention.mixers.0")
+        rates, steps = own[f"{place}.A_log"].exp(), torch.nn.functional.softplus(own[f"{place}.dt_bias"].double()).log10()
+        assert rates.shape == (count,) and 1 <= float(rates.min()) < 3 and 14 < float(rates.max()) <= 16, place
+        assert abs(float(rates.mean()) - 8.5) <= 4 * 15 / math.sqrt(12 * count), place
+        assert steps.shape == (count * (4 if kda else 1),) and -3 - 1e-4 <= float(steps.min()) and float(steps.max()) <= -1 + 1e-4, place
+        assert abs(float(steps.mean()) + 2) <= 4 * 2 / math.sqrt(12 * len(steps)), place
+        if kda:
+            assert torch.equal(own[f"{place}.z_bias"], torch.zeros(4 * count)), place
+            for name in ("gate_up", "z_up"):
+                p = own[f"{place}.{name}"]
+                assert p.shape == (4 * count, 4) and abs(float(p.std()) / 0.02 - 1) <= 4 / math.sqrt(2 * p.numel()), place
+        else:
+            assert torch.equal(own[f"{place}.D"], torch.ones(count)), place
 
 
 def test_norms_of_every_mixer_are_ones(every_mixer):
@@ -126,20 +158,28 @@ def test_convolutions_begin_as_torch_draws_them(every_mixer):
 
 
 def test_gates_decays_and_norms_have_no_weight_decay(ranks, tiny_data):
-    """Nor have the matrices that make gla's gate; those that make gdn's are rows of the input projection, and have."""
-    [found] = ranks.run(1, groups, tiny_words(tiny_data, "run_dir=unused", *EVERY_MIXER))
+    """Nor have the matrices that make gla's and kda's; those that make gdn's and mamba2's are rows of the input projection, and have."""
+    found = [
+        parameter
+        for pattern in (EVERY_MIXER, KDA_AND_MAMBA2)
+        for parameter in ranks.run(1, groups, tiny_words(tiny_data, "run_dir=unused", *pattern))[0]
+    ]
     seen = set()
     for name, _, decay in found:
         inner = name.split("self_attention.")[-1].split(".")
         ending = inner[-1] if inner[-1] != "weight" else inner[-2]
-        free = ending in ("A_log", "dt_bias", "gate_up", "gate_bias", "shared_proj") or ending.endswith(("_norm", "layernorm"))
+        free = ending in ("A_log", "dt_bias", "D", "gate_up", "gate_bias", "z_up", "z_bias", "shared_proj")
+        free = free or ending.endswith(("_norm", "layernorm"))
         assert decay == (0.0 if free else 0.1), name
         seen.add(ending)
     assert seen >= {
         "A_log",
         "dt_bias",
+        "D",
         "gate_up",
         "gate_bias",
+        "z_up",
+        "z_bias",
         "shared_proj",
         "q_norm",
         "k_norm",
@@ -160,7 +200,7 @@ def test_every_parameter_is_drawn(state, tiny_data, monkeypatch):
             torch.nn.init.constant_(parameter, math.nan)
 
     monkeypatch.setattr(HybridModel, "__init__", poisoned)
-    for overrides in ([], EVERY_MIXER):
+    for overrides in ([], EVERY_MIXER, KDA_AND_MAMBA2):
         for name, p in parameters(state, tiny_data, *overrides).items():
             assert p.isfinite().all(), name
 
