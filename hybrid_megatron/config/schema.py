@@ -80,6 +80,20 @@ class LightningConfig(LinearConfig):
 
 
 @dataclass
+class RWKV7Config:
+    """Settings of the mixer `rwkv7`, which has RWKV-7's own norms and output gate."""
+
+    rope_base: float = 10_000.0
+    """Base of the rotary position embedding of heads with `position: rope`."""
+    decay_rank: Optional[int] = None
+    """Width between the two matrices of the decay; null: 2.5 sqrt(hidden_size) head_dim / 64, in multiples of 32."""
+    rate_rank: Optional[int] = None
+    """The same of the rate at which a state's rows are replaced; null: as for the decay."""
+    gate_rank: Optional[int] = None
+    """The same of the output gate; null: 5 sqrt(hidden_size), in multiples of 32."""
+
+
+@dataclass
 class ModelConfig:
     """A Llama-style decoder: RMSNorm before each block, SwiGLU, no biases, untied embeddings."""
 
@@ -102,6 +116,7 @@ class ModelConfig:
     gla: GLAConfig = field(default_factory=GLAConfig)
     gdn: GDNConfig = field(default_factory=GDNConfig)
     lightning: LightningConfig = field(default_factory=LightningConfig)
+    rwkv7: RWKV7Config = field(default_factory=RWKV7Config)
 
 
 @dataclass
@@ -109,7 +124,7 @@ class HeadShare:
     """Some of the heads of a head-wise layer."""
 
     mixer: str = MISSING
-    """Name of a mixer: attention, swa, gla, gdn or lightning."""
+    """Name of a mixer: attention, swa, gla, gdn, lightning or rwkv7."""
     position: Optional[str] = None
     """rope or nope, as in PatternEntry."""
     share: int = 1
@@ -121,9 +136,9 @@ class PatternEntry:
     """One entry of `pattern`: layers of one mixer (`mixer`), or layers whose heads have different ones (`heads`)."""
 
     mixer: Optional[str] = None
-    """Name of a mixer: attention, swa, gla, gdn or lightning."""
+    """Name of a mixer: attention, swa, gla, gdn, lightning or rwkv7."""
     position: Optional[str] = None
-    """rope or nope. attention must say which; swa and lightning have rope and gla and gdn nope unless said otherwise."""
+    """rope or nope. attention must say which; swa and lightning have rope and the others nope unless said otherwise."""
     heads: list[HeadShare] = field(default_factory=list)
     """Instead of `mixer`: the mixers that share the heads of one layer."""
     repeat: int = 1

@@ -25,11 +25,13 @@ MATRIX = {
     "gla, LH": _layer_wise("gla"),
     "gdn, LH": _layer_wise("gdn"),
     "lightning, LH": _layer_wise("lightning"),
+    "rwkv7, LH": _layer_wise("rwkv7"),
     "attention rope + nope, HH": _head_wise("attention, position: rope"),
     "swa + nope, HH": _head_wise("swa"),
     "gla + nope, HH": _head_wise("gla"),
     "gdn + nope, HH": _head_wise("gdn"),
     "lightning + nope, HH": _head_wise("lightning"),
+    "rwkv7 + nope, HH": _head_wise("rwkv7"),
 }
 """One mixer each, beside attention without position at 3:1."""
 

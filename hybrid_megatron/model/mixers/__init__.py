@@ -5,8 +5,9 @@ from hybrid_megatron.model.mixers.base import Mixer
 from hybrid_megatron.model.mixers.gdn import GDN
 from hybrid_megatron.model.mixers.gla import GLA
 from hybrid_megatron.model.mixers.lightning import Lightning
+from hybrid_megatron.model.mixers.rwkv7 import RWKV7
 from hybrid_megatron.model.mixers.swa import SWA
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "swa": SWA, "gla": GLA, "gdn": GDN, "lightning": Lightning}
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "swa": SWA, "gla": GLA, "gdn": GDN, "lightning": Lightning, "rwkv7": RWKV7}
 
 __all__ = ["MIXERS", "Mixer"]

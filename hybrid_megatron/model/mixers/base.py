@@ -35,6 +35,10 @@ class Mixer(MegatronModule):
     """What `position` is where a recipe says none; None: it must say."""
     needs_fla: bool = False
     """Whether it computes with flash-linear-attention's kernels on CUDA."""
+    takes_input: bool = False
+    """Whether its parts hold `x` [b, s, h], the layer's input, all tokens of this context rank; it then projects that itself."""
+    layer_number: int = 1
+    """Of its layer in the model, from 1; set by the layer."""
 
     def __init__(
         self, config: TransformerConfig, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, ranks: ProcessGroupCollection
@@ -103,6 +107,11 @@ class Mixer(MegatronModule):
         rank, with the kernels used on CUDA; `element` bytes an activation. The projections' own inputs are not in it."""
 
     @classmethod
+    def whole_activation_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
+        """Those of `activation_bytes` that every tensor rank keeps whole: shared rows."""
+        return tokens * sum(cls.shared_rows(model, group).values()) * element
+
+    @classmethod
     @abstractmethod
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
         """What one context rank receives from others in the forward pass, for one sample of `context` tokens; `element` bytes an
@@ -141,7 +150,7 @@ class Mixer(MegatronModule):
     @abstractmethod
     def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
         """From the projected rows of the local units, `parts[name]` [b, s, units, size], and shared rows [b, s, size], to
-        [b, s, units, columns]."""
+        [b, s, units, columns]. The gradient of the input `x` is this tensor rank's part; the layer sums it."""
 
     @classmethod
     @abstractmethod
