@@ -5,7 +5,7 @@ They need no other checkpoint, since none of them has parameters. Each acts on t
     logit_scale     attention without position    log, hype or constant (model/attention/logit_scale.py)
     dynamic_ntk     attention with RoPE           its base grows with the input
     rope_window     attention with RoPE           sees a window only (SWA-4k)
-    swla_window     gla, gdn, lightning           the recurrence sees a window only, in strides (ops/swla.py)
+    swla_window     gla, gdn, lightning, rwkv7    the recurrence sees a window only, in strides (ops/swla.py)
 """
 
 import math
@@ -35,7 +35,7 @@ def with_inference(plan: LayerPlan, settings: InferenceConfig, trained_context: 
         "logit_scale": (settings.logit_scale != "none", "attention without position"),
         "dynamic_ntk": (settings.dynamic_ntk, "attention with RoPE"),
         "window": (settings.rope_window is not None, "attention with RoPE"),
-        "swla_window": (settings.swla_window is not None, "gla, gdn or lightning"),
+        "swla_window": (settings.swla_window is not None, "gla, gdn, lightning or rwkv7"),
     }
     for name, (wanted, heads) in asked.items():
         if wanted and name not in used:

@@ -65,8 +65,8 @@ def chunked(q, k, v, g, a, b, *, scale: float, initial_state=None, document_star
     With D_tj [K] the decays of the tokens after j up to t, D_t those of all up to t, E_tj and E_t the same up to t - 1, S the state at the
     chunk's start and A^{xy}_tj = sum_c x_tc D_tjc y_jc (E for x = a), what the tokens read obeys
     (I - A^{ab}) U = (a E) S + A^{ak} V, and then o = scale ((q D) S + A^{qk} V + A^{qb} U) and
-    S' = Diag(D_C) S + sum_j D_Cj (k_j^T v_j + b_j^T u_j). Each pair of tokens has its own sum of gates, so every exponent is <= 0 and strong
-    gates cost weak ones no digits. A document start cuts all terms that reach across it.
+    S' = Diag(D_C) S + sum_j Diag(D_Cj) (k_j^T v_j + b_j^T u_j). Each pair of tokens has its own sum of gates, so every exponent is <= 0 and
+    strong gates cost weak ones no digits. A document start cuts all terms that reach across it.
     """
     work = torch.promote_types(q.dtype, torch.float32)
     length, out_dtype = q.shape[1], v.dtype
@@ -96,8 +96,8 @@ def chunked(q, k, v, g, a, b, *, scale: float, initial_state=None, document_star
 
 
 def _decays(g: Tensor, seen: Tensor, back: int) -> Tensor:
-    """[b, n, count, chunk, chunk + 1, K]: at [t, j + 1] the product of the decays after token j up to token t - back, at [t, 0] of all up to
-    there; zero where t does not see j."""
+    """[b, n, count, chunk, chunk + 1, K]: at [t, j + 1] the product of the decays after token j up to token t - back, at [t, 0] of all up
+    to there; zero where t does not see j."""
     place = torch.arange(CHUNK, device=g.device)
     begin = torch.arange(CHUNK + 1, device=g.device)[:, None]
     spans = (begin <= place) & (place <= place[:, None, None] - back)  # [t, j + 1, l]: whether token l is one of j + 1 .. t - back

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_megatron.ops.fixed_decay import FixedDecay, lightning_log_decay
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
+from hybrid_megatron.ops.generalized_delta_rule import STRONGEST_GATE, GeneralizedDeltaRule
 from hybrid_megatron.ops.recurrence import Recurrence
 
 TOKENS = 150
@@ -71,6 +72,10 @@ def _example(mixer: str, heads: int, width: int, dtype: torch.dtype, device: tor
         return FixedDecay(lightning_log_decay(heads).to(device)), tuple(x.to(dtype) for x in (q, k, v))
     if mixer == "gla":
         return GatedLinearAttention(), (*(x.to(dtype) for x in (q, k, v)), F.logsigmoid(gate) / 16)
+    if mixer == "rwkv7":
+        removed, rate = F.normalize(gate, dim=-1), gate.flip(1).sigmoid()
+        vectors = tuple(x.to(dtype) for x in (q, k, v, -removed, removed * rate))
+        return GeneralizedDeltaRule(), (*vectors[:3], STRONGEST_GATE * gate.flip(2).sigmoid(), *vectors[3:])
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     g, beta = F.logsigmoid(gate[..., 0]) / 16, 2 * gate[..., 1].sigmoid()
     return GatedDeltaRule(), (*(x.to(dtype) for x in (q, k, v)), g, beta)

@@ -2,8 +2,8 @@
 
     y_i = W_i (x_t + m_i (x_{t-1} - x_t))        for several i, each with its own mix m_i and matrix W_i
 
-Zeros stand before the sample and before each document. Mixing before the projection costs no product of matrices: written as
-W_i (1 - m_i) x_t + W_i m_i x_{t-1}, two projections of one input, it would take twice as many. It costs memory traffic instead: with n mixes
+Zeros stand before the sample and before each document. Mixing before the projection takes no further product of matrices; as two
+projections of one input, W_i (1 - m_i) x_t + W_i m_i x_{t-1}, it would take twice as many. It takes memory traffic instead: with n mixes
 2 (n + 4) h bytes a token in bf16 forward and about 2 (2 n + 12) h backward, where they are computed again: x alone is kept.
 """
 
@@ -56,7 +56,7 @@ class _ShiftedProjections(torch.autograd.Function):
 
 
 def _before(x: Tensor, first: Tensor, starts: Tensor | None) -> Tensor:
-    """The token before each one of x [b, s, h]: `first` [b, chunks, h] before the chunks that s consists of, zeros where documents start."""
+    """The token before each one of x [b, s, h]: `first` [b, chunks, h] before the chunks that s consists of, zeros at document starts."""
     before = x.new_empty(x.shape)
     before[:, 1:] = x[:, :-1]
     before[:, :: x.shape[1] // first.shape[1]] = first

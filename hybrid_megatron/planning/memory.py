@@ -196,8 +196,8 @@ def mlp_bytes(layout: Layout) -> int:
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
-    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), copies into unit order, what context parallelism adds, and
-    under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
+    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), copies into unit order, what context parallelism adds,
+    and under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
     model, tensor, tokens, element = layout.config.model, layout.config.parallel.tensor, layout.local_tokens, layout.element
     order = UnitOrder(model, layer.groups)
     mixers = [(MIXERS[group.mixer], group) for group in layer.groups]

@@ -1,10 +1,10 @@
 """A group of living processes in which tests run functions as ranks of any world size up to its own.
 
 Importing torch and megatron-core takes seconds a process, so the processes live as long as the test session. A function runs with RANK,
-WORLD_SIZE and the rest set as torchrun sets them, and starts and ends its own process groups. Those leave threads and files behind when
-they end (some 60 and 90 each time, gloo's), so after a number of them new processes take the place of the old.
+WORLD_SIZE and the rest set as torchrun sets them, and starts and ends its own process groups.
 """
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-
-_MOST_RUNS = 100
 _PATIENCE_SECONDS = 120.0
 _PORTS = 3000
 """For each of the processes that run tests side by side."""
@@ -31,7 +29,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes, self.runs = [], [], 0
+        self.pipes, self.processes = [], []
         for _ in range(self.size):
             ours, theirs = context.Pipe()
             # not a daemon: saving a checkpoint starts processes of its own
@@ -42,10 +40,6 @@ class Ranks:
 
     def run(self, size: int, function: Callable, *arguments: Any) -> list[Any]:
         """function(*arguments) on ranks 0 to size - 1; returns their results. The first exception of a rank is raised here, as text."""
-        if self.runs == _MOST_RUNS:
-            self.close()
-            self._start()
-        self.runs += 1
         port = self._free_port()
         for rank, pipe in enumerate(self.pipes[:size]):
             pipe.send((rank, size, port, function, arguments))
@@ -102,3 +96,7 @@ def _serve(pipe) -> None:
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        # Groups that have ended keep their threads, 60 a rank, each of which wakes all the time, until nothing refers to them.
+        gc.collect()
+        if not gc.get_freeze_count():
+            gc.freeze()  # the modules: they need not be looked through again

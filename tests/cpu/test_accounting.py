@@ -110,13 +110,18 @@ HYBRIDS = {
     ),
     "gdn": (lambda hidden, heads: 5 * hidden**2 + 2 * heads * hidden + 2 * heads + 128, lambda hidden, heads, context: 6 * heads * 128**2),
     "lightning": (lambda hidden, heads: 5 * hidden**2 + 3 * 128, lambda hidden, heads, context: 4 * heads * 128**2),
+    "rwkv7": (
+        lambda hidden, heads: 4 * hidden**2 + 2 * 3 * 192 * hidden + (7 + 6) * hidden,  # three bottlenecks of 192, and vectors
+        lambda hidden, heads, context: 8 * heads * 128**2,
+    ),
 }
 
 
 @pytest.mark.parametrize("context", [4096, 32_768])
 @pytest.mark.parametrize("mixer", HYBRIDS)
 def test_hybrids_of_776m(mixer, context):
-    """Layer-wise and head-wise 3:1. A head-wise layer has its norms and gla's W1 whole, and three quarters of everything else."""
+    """Layer-wise and head-wise 3:1. A head-wise layer has its norms, gla's W1 and what rwkv7's heads share whole, and three quarters of everything
+    else."""
     layers, hidden, heads, ffn, _ = MODELS["776m"]
     common = layers * (3 * hidden * ffn + 2 * hidden) + hidden + 2 * VOCAB * hidden
     of_layer, of_token = HYBRIDS[mixer]
@@ -125,23 +130,25 @@ def test_hybrids_of_776m(mixer, context):
     assert found.total_params == common + found.params[mixer] + found.params["attention"]
 
     head_wise = accounts(f"776m+{mixer}_nope_hh+pretrain_4k", f"train.context={context}")
-    whole = {"swa": 0, "gla": 128 + 16 * hidden, "gdn": 128, "lightning": 3 * 128}[mixer]
+    whole = {"swa": 0, "gla": 128 + 16 * hidden, "gdn": 128, "lightning": 3 * 128, "rwkv7": (3 * 192 + 6) * hidden}[mixer]
     assert head_wise.params[mixer] == 12 * (3 * (of_layer(hidden, heads) - whole) // 4 + whole)
     assert head_wise.params["attention"] == 12 * hidden**2
 
-    vectors = {"swa": 0, "gla": hidden + 128, "gdn": 2 * heads + 128, "lightning": 3 * 128}[mixer]
+    vectors = {"swa": 0, "gla": hidden + 128, "gdn": 2 * heads + 128, "lightning": 3 * 128, "rwkv7": 13 * hidden}[mixer]
     gate_up = 16 * hidden if mixer == "gla" else 0  # counted in of_token
     layer = 2 * (of_layer(hidden, heads) - vectors - gate_up) + of_token(hidden, heads, context)
     assert found.forward_flops_per_token[mixer] == pytest.approx(9 * layer, rel=1e-9)
 
 
 def test_state_bytes():
-    """gdn, gla, lightning: float32 states of 128 x 128 a head at any length. Softmax: keys and values, 2 bytes, all or the window's."""
+    """Linear mixers: float32 states of 128 x 128 a head at any length; rwkv7 the last token too. Softmax: keys and values, 2 bytes, all or
+    the window's."""
     for context in (4096, 65_536):
         for mixer, expected in (
             ("gdn", 9 * 12 * 128 * 128 * 4),
             ("gla", 9 * 12 * 128 * 128 * 4),
             ("lightning", 9 * 12 * 128 * 128 * 4),
+            ("rwkv7", 9 * (12 * 128 * 128 * 4 + 1536 * 2)),
             ("swa", 9 * 128 * 2 * 1536 * 2),
         ):
             found = accounts(f"776m+{mixer}_nope_lh+pretrain_4k", f"train.context={context}").state_bytes
@@ -162,6 +169,9 @@ def test_communication_bytes_at_32k():
         gates = {"gdn": 2 * 4, "gla": 128 * 4, "lightning": 0}[mixer]
         assert exchanged == 9 * 32_768 // 2 * 12 * (4 * 128 * 2 + gates)
         assert exchanged > 10 * states
+    words = ["776m+rwkv7_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2"]
+    shift = 9 * 2 * 1536 * 2  # the token before a chunk; the busiest rank is rank 0 or the last one
+    assert accounts(*words).context_bytes["rwkv7"] == shift // 2 + 9 * 2 * 12 * 128 * 256 * 4
     windows = accounts("776m+swa_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes
     assert windows["swa"] == 9 * 2 * 1536 * 2 * 127, "rank 0 needs the halo of its back chunk; its front one has none"
     assert windows["attention"] == 3 * 32_768 * 2 * 1536 * 2

@@ -25,7 +25,7 @@ def test_accounts_of_context_parallelism(ranks, tiny_data, model, size, way):
     assert max(received) == expected
 
 
-@pytest.mark.parametrize("mixer", ["gla", "gdn", "lightning"])
+@pytest.mark.parametrize("mixer", ["gla", "gdn", "lightning", "rwkv7"])
 def test_states_are_as_many_bytes_at_any_length(tiny_data, mixer):
     """All-to-all grows with the context, states do not; at 4 x 64 tokens of 8 heads of 8 channels the states are smaller."""
 

@@ -277,7 +277,7 @@ NOTHING = {
     ),
     "dynamic_ntk": ("{mixer: swa}", dict(dynamic_ntk=True), "inference.dynamic_ntk=true: it acts on attention with RoPE"),
     "rope_window": ("{mixer: attention, position: nope}", dict(rope_window=8), "inference.rope_window=8: it acts on attention with RoPE"),
-    "swla_window": ("{mixer: swa}", dict(swla_window=8), "inference.swla_window=8: it acts on gla, gdn or lightning"),
+    "swla_window": ("{mixer: swa}", dict(swla_window=8), "inference.swla_window=8: it acts on gla, gdn, lightning or rwkv7"),
 }
 
 

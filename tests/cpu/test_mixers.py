@@ -25,7 +25,7 @@ from tests.definitions import Group, relative_error
 
 BATCH, HEADS = 2, 8
 NOPE, ROPE = {"mixer": "attention", "position": "nope"}, {"mixer": "attention", "position": "rope"}
-GDN, GLA, SWA, LIGHTNING = ({"mixer": name} for name in ("gdn", "gla", "swa", "lightning"))
+GDN, GLA, SWA, LIGHTNING, RWKV7 = ({"mixer": name} for name in ("gdn", "gla", "swa", "lightning", "rwkv7"))
 
 
 def mix(*groups: tuple[dict, int]) -> dict:
@@ -41,6 +41,7 @@ PLAIN = {
     "gla": (GLA, []),
     "gdn": (GDN, []),
     "lightning": (LIGHTNING, []),
+    "rwkv7": (RWKV7, []),
 }
 OPTIONS = {
     "attention, rope of another base": (ROPE, ["attention.rope_base=100"]),
@@ -90,6 +91,8 @@ OPTIONS = {
     "lightning, no output gate": (LIGHTNING, ["lightning.output_gate=none"]),
     "lightning, convolution": (LIGHTNING, ["lightning.short_conv=4"]),
     "lightning, shared keys": (LIGHTNING, ["lightning.num_kv_heads=1"]),
+    "rwkv7, rope": (RWKV7 | {"position": "rope"}, ["rwkv7.rope_base=100"]),
+    "rwkv7, ranks": (RWKV7, ["rwkv7.decay_rank=3", "rwkv7.rate_rank=5", "rwkv7.gate_rank=40"]),
     "lightning, all together": (LIGHTNING, ["lightning.output_gate=silu", "lightning.short_conv=2", "lightning.num_kv_heads=4"]),
 }
 MIXES = {
@@ -100,6 +103,8 @@ MIXES = {
     "lightning 1 : attention 3": (mix((LIGHTNING, 1), (NOPE, 3)), []),
     "gdn 5 : attention 3": (mix((GDN, 5), (NOPE, 3)), []),
     "gdn 2 : swa 1 : attention 1": (mix((GDN, 2), (SWA, 1), (NOPE, 1)), ["swa.window=16"]),
+    "rwkv7 3 : attention 1": (mix((RWKV7, 3), (NOPE, 1)), []),
+    "gla 1 : rwkv7 1": (mix((GLA, 1), (RWKV7 | {"position": "rope"}, 1)), []),
     "attention rope 3 : nope 1": (mix((ROPE, 3), (NOPE, 1)), []),
     "gla nope 1 : gla rope 1": (mix((GLA, 1), (GLA | {"position": "rope"}, 1)), []),
     "grouped queries beside heads of their own": (mix((GDN, 1), (NOPE, 1)), ["num_kv_heads=4"]),
@@ -162,7 +167,7 @@ def enliven(block: torch.nn.Module) -> None:
             parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5, generator=random)
         elif "norm" in name:  # all ones would not tell the heads' channels apart
             parameter.uniform_(0.5, 1.5, generator=random)
-        elif name.endswith("gate_bias"):  # and zeros would not be missed
+        elif name.endswith(("gate_bias", "r_k")):  # and zeros, or next to it, would not be missed
             parameter.normal_(0, 1, generator=random)
 
 
@@ -174,15 +179,15 @@ def groups_of(config: RunConfig, entry: dict) -> list[Group]:
     for part in listed:
         mixer, heads = part["mixer"], HEADS * part["share"] // whole
         options = getattr(model, mixer)
-        of_full_layer = (model.num_kv_heads if mixer in ("attention", "swa") else options.num_kv_heads) or HEADS
+        of_full_layer = (model.num_kv_heads if mixer in ("attention", "swa") else getattr(options, "num_kv_heads", None)) or HEADS
         position = part.get("position", "rope" if mixer in ("swa", "lightning") else "nope")
         own = {"swa": ["window"], "gla": ["gate_rank", "gate_temperature"], "gdn": ["allow_neg_eigval"]}.get(mixer, [])
-        own += [] if mixer in ("attention", "swa") else ["short_conv"]
+        own += [] if mixer in ("attention", "swa", "rwkv7") else ["short_conv"]
         groups.append(
             Group(
                 mixer, heads, kv_heads=heads * of_full_layer // HEADS, head_dim=model.head_dim, norm_eps=model.norm_eps,
-                rope_base=options.rope_base if position == "rope" else None, qk_norm=options.qk_norm, output_gate=options.output_gate,
-                **{name: getattr(options, name) for name in own},
+                rope_base=options.rope_base if position == "rope" else None, qk_norm=getattr(options, "qk_norm", False),
+                output_gate=getattr(options, "output_gate", "none"), **{name: getattr(options, name) for name in own},
             )
         )  # fmt: skip
     return groups
@@ -311,7 +316,7 @@ def largest_sum_of_gates(groups: list[Group], weights: dict[str, Tensor], hidden
     """Largest |G| of 64 tokens' gates in a row, of any head."""
     sums = [0.0]
     for i, (group, x) in enumerate(zip(groups, definitions.layer_parts(weights, hidden, groups))):
-        if group.mixer in ("gla", "gdn", "lightning"):
+        if group.mixer in ("gla", "gdn", "lightning", "rwkv7"):
             gates = definitions.log_gates(x, definitions.own_weights(weights, i), group)
             sums += [float(-chunk.sum(1).min()) for chunk in gates.split(64, 1)]
     return max(sums)
@@ -325,8 +330,8 @@ def test_bfloat16_stays_near_the_definition(built, state, tiny_data, name):
     narrow_config = layer_config(tiny_data, name, "train.precision=bf16")
     [narrow] = build_model(narrow_config, plan_layers(narrow_config), state).decoder.layers
     dtypes = {key: parameter.dtype for key, parameter in narrow.self_attention.named_parameters()}
-    assert dtypes["in_proj.weight"] == torch.bfloat16
-    assert all(dtype == torch.float32 for key, dtype in dtypes.items() if key.endswith(("A_log", "dt_bias", "gate_bias")))
+    wide = ("A_log", "dt_bias", "gate_bias", "decay_bias", "rate_bias")
+    assert all(dtype == (torch.float32 if key.endswith(wide) else torch.bfloat16) for key, dtype in dtypes.items())
     weights = {key: w.to(dtypes[key]) for key, w in weights_of(block, torch.float64).items()}
     hidden = draw_hidden(config, LENGTHS[name]).bfloat16()
     o = fast(narrow, None)(weights, hidden)
@@ -367,6 +372,7 @@ def through_layer(block, hidden: Tensor, starts: Tensor | None) -> Tensor:
 
 PACKED = [
     *PLAIN,
+    "rwkv7, rope",
     "gla, rope",
     "gla, all together",
     "gla, convolution",

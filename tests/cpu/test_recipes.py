@@ -21,7 +21,7 @@ from hybrid_megatron.planning.memory import peak_memory
 from tests.cpu.cells import losses
 
 NAMES = {folder: sorted(path.stem for path in (RECIPES / folder).glob("*.yaml")) for folder in FOLDERS}
-HYBRID = re.compile(r"(yoco_)?(rope|swa|gla|gdn|lightning)_(rope|nope)_(lh|hh)(?:_(\d)to(\d))?")
+HYBRID = re.compile(r"(yoco_)?(rope|swa|gla|gdn|lightning|rwkv7)_(rope|nope)_(lh|hh)(?:_(\d)to(\d))?")
 HYBRIDS = [name for name in NAMES["patterns"] if HYBRID.fullmatch(name)]
 
 
@@ -49,7 +49,7 @@ def test_a_hybrid_is_what_its_name_says(name):
 def test_all_hybrids_are_there():
     expected = {f"{mixer}_{position}" for mixer in ("swa", "gla", "gdn") for position in ("rope", "nope")} | {"rope_nope"}
     names = {f"{pair}_{layout}{ratio}" for pair in expected for layout in ("lh", "hh") for ratio in ("", "_1to1", "_1to3")}
-    names |= {f"yoco_{pair}_lh" for pair in expected} | {"lightning_nope_lh", "lightning_nope_hh"}
+    names |= {f"yoco_{pair}_lh" for pair in expected} | {f"{mixer}_nope_{layout}" for mixer in ("lightning", "rwkv7") for layout in ("lh", "hh")}
     assert set(HYBRIDS) == names
 
 
@@ -59,6 +59,7 @@ OTHERS = {
     "rope": {"pattern": [ROPE]},
     "swan_gpt": {"model": {"swa": {"window": 512}}, "pattern": [NOPE, entry("swa", repeat=3)]},
     "hypenet_gla": {"model": {"gla": SIGMOID, "attention": SIGMOID}, "pattern": [NOPE, entry("gla", "rope", repeat=3)]},
+    "hypenet_rwkv7": {"model": {"attention": SIGMOID}, "pattern": [NOPE, entry("rwkv7", "rope", repeat=3)]},
     "hypenet_gdn": {
         "model": {"gdn": {"qk_norm": True, "allow_neg_eigval": True} | SIGMOID, "attention": SIGMOID},
         "pattern": [NOPE, entry("gdn", "rope", repeat=3)],
@@ -102,14 +103,16 @@ VOCAB = 128_256
 
 
 def mixer_params(mixer: str, hidden: int) -> tuple[int, int]:
-    """Parameters of one layer of all heads of 128: those that head-wise layers divide, and those that they hold whole (norms, GLA's W1)."""
-    heads = hidden // 128
+    """Parameters of one layer of all heads of 128: those that head-wise layers divide, and those that they hold whole (norms, GLA's W1,
+    RWKV-7's mixes and the first matrices of its three bottlenecks)."""
+    heads, ranks = hidden // 128, 3 * 32 * round(5 * hidden**0.5 / 32)
     return {
         "attention": (4 * hidden**2, 0),
         "swa": (4 * hidden**2, 0),
         "gla": (5 * hidden**2 + 16 * hidden + hidden, 16 * hidden + 128),
         "gdn": (5 * hidden**2 + 2 * heads * hidden + 2 * heads, 128),
         "lightning": (5 * hidden**2, 3 * 128),
+        "rwkv7": (4 * hidden**2 + ranks * hidden + 7 * hidden, 6 * hidden + ranks * hidden),
     }[mixer]
 
 
@@ -156,6 +159,7 @@ def test_hypenet_of_500m():
         ("hypenet_lightning", 5 * hidden**2, 5 * hidden**2 + 3 * 128),
         ("hypenet_gla", 5 * hidden**2, sum(mixer_params("gla", hidden))),
         ("hypenet_gdn", 5 * hidden**2, sum(mixer_params("gdn", hidden)) + 2 * 128),  # QK norm
+        ("hypenet_rwkv7", 5 * hidden**2, sum(mixer_params("rwkv7", hidden))),
         ("swan_gpt", 4 * hidden**2, 4 * hidden**2),
         ("rope", 4 * hidden**2, 4 * hidden**2),
     ):
@@ -221,7 +225,7 @@ def test_every_run_of_a_study_is_valid_and_fits(name):
 
 def test_names_of_runs():
     keys = [run.run_dir.lower() for run in all_runs().values()]
-    assert len(keys) == len(set(keys)) == 243
+    assert len(keys) == len(set(keys)) == 244
     assert all(re.fullmatch(r"[a-z0-9_.+-]+", run.name, re.I) and len(run.name) < 100 for run in all_runs().values())
     trained = [(run.words, run.init_from) for run in all_runs().values()]
     assert len(set(trained)) == len(trained), "nothing is trained twice"

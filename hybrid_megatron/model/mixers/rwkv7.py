@@ -9,8 +9,8 @@ x_i = x_t + m_i (x_{t-1} - x_t) is the layer's input after the token shift, with
     S_t = (Diag(e^g) - (kk a)^T kk) S_{t-1} + k^T v
     out = (GroupNorm(r S_t) + (sum r k r_k) v) G2 sigmoid(G1 x_g)
 
-with a GroupNorm of each head, weight and bias of each channel, eps head_dim * norm_eps (64e-5 at 64). With position `rope`, which RWKV-7 has
-not, r and k turn as soon as they are projected, and the removal key with k.
+with a GroupNorm of each head, weight and bias of each channel, eps head_dim * norm_eps (64e-5 at 64). With position `rope`, which RWKV-7
+does not have, r and k turn as soon as they are projected, and the removal key with k.
 
 It departs from the frame of the other linear mixers where RWKV-7 does: it projects the layer's input itself, since each projection sees
 another mix of it; scale 1; its own norm and low-rank output gate; no QK norm, convolution or shared keys. RWKV-7's value residual is not
@@ -140,8 +140,8 @@ class RWKV7(Mixer):
 
     @classmethod
     def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """With states: also r, k, v, a, b and g by chunk, the states between chunks, and the values of the pass that makes summaries, twice as
-        wide."""
+        """With states: also r, k, v, a, b and g by chunk, the states between chunks, and the values of the pass that makes summaries, twice
+        as wide."""
         received = cls.context_bytes(model, group, context, parallel, element)
         if parallel.context == 1 or parallel.context_linear != "states":
             return received
@@ -182,7 +182,7 @@ class RWKV7(Mixer):
         self.shift_mix = self._parameter((len(MIXES), hidden), initial("shift_mix"), per_unit=False)
 
     def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
-        r, k, v, low_decay, low_rate, low_gate = self._projected(parts["x"], layout)
+        r, k, v, low_decay, low_rate, low_gate = self._shifted(parts["x"], layout)
         r, k, v = (x.unflatten(-1, (self.local_heads, -1)) for x in (r, k, v))
         if self.group.position == "rope":
             # The two channels that RoPE turns together have gates of their own: positions count within documents.
@@ -194,7 +194,7 @@ class RWKV7(Mixer):
         eps = self.model.head_dim * self.model.norm_eps
         return _finished(o, r, k, v, gate, self.out_norm_weight, self.out_norm_bias, self.r_k, eps=eps)
 
-    def _projected(self, x: Tensor, layout: SequenceLayout) -> tuple[Tensor, ...]:
+    def _shifted(self, x: Tensor, layout: SequenceLayout) -> tuple[Tensor, ...]:
         """r, k, v [b, s, channels], and the bottlenecks of decay, rate and gate [b, s, rank]."""
         # What every tensor rank holds whole has a part of its gradient on each: that of the rank's own heads.
         downs = (self._for_all_heads(down) for down in (self.decay_down, self.rate_down, self.gate_down))
