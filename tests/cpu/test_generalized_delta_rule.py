@@ -83,12 +83,12 @@ def test_removal_of_all_and_beyond(form):
 
 
 def test_flas_own_recurrence():
-    """FLA's naive form, which computes in float32, with scale K^-1/2 and heads first."""
+    """FLA's naive form: heads first, scale K^-1/2, in float32 within, whatever the inputs."""
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
 
     inputs = draw("rwkv7", 50, 3, 8, 6)
     state = draw_state(inputs)
-    q, k, v, g, a, b = (x.transpose(1, 2) for x in inputs)
+    q, k, v, g, a, b = (x.transpose(1, 2).float() for x in inputs)
     theirs, last = dplr_recurrence(q, k, v, a, b, g, initial_state=state.float())
     o, final = RULE.recurrent(inputs, scale=8**-0.5, initial_state=state)
     assert relative_error(theirs.transpose(1, 2), o) <= 2e-6 and relative_error(last, final) <= 2e-6

@@ -38,7 +38,7 @@ from megatron.core.parallel_state import RankGenerator
 from tests.cpu import plan_cells
 from tests.cpu.runs import CHECKOUT, Ended
 from tests.cpu.tiny import tiny_config, tiny_words
-from tests.cpu.zoo import MIXED
+from tests.cpu.zoo import MATRIX, MIXED
 
 VOCAB = 128_256
 
@@ -314,10 +314,13 @@ def test_recompute_and_sharing_save_memory():
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recompute", choices.RECOMPUTE)
-def test_what_tensor_ranks_send(ranks, tiny_data, sequence, recompute):
+@pytest.mark.parametrize(
+    ("model", "recompute"), [*(("all mixers, LH", mode) for mode in choices.RECOMPUTE), ("rwkv7, LH", "full"), ("rwkv7 + nope, HH", "full")]
+)
+def test_what_tensor_ranks_send(ranks, tiny_data, sequence, model, recompute):
+    """rwkv7 projects the layer's input itself, alone in a layer or beside heads that do not."""
     more = ["parallel.tensor=2", f"parallel.sequence={str(sequence).lower()}", f"train.recompute={recompute}"]
-    words = tiny_words(tiny_data, "run_dir=unused", *MIXED["all mixers, LH"], *more)
+    words = tiny_words(tiny_data, "run_dir=unused", *(MIXED | MATRIX)[model], *more)
     config = load_recipe(words)
     expected = communication(Layout(config, plan_layers(config), 2))["tensor"]
     assert ranks.run(2, plan_cells.sent_to_tensor_ranks, words) == [expected, expected]

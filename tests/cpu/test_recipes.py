@@ -49,7 +49,9 @@ def test_a_hybrid_is_what_its_name_says(name):
 def test_all_hybrids_are_there():
     expected = {f"{mixer}_{position}" for mixer in ("swa", "gla", "gdn") for position in ("rope", "nope")} | {"rope_nope"}
     names = {f"{pair}_{layout}{ratio}" for pair in expected for layout in ("lh", "hh") for ratio in ("", "_1to1", "_1to3")}
-    names |= {f"yoco_{pair}_lh" for pair in expected} | {f"{mixer}_nope_{layout}" for mixer in ("lightning", "rwkv7") for layout in ("lh", "hh")}
+    names |= {f"yoco_{pair}_lh" for pair in expected} | {
+        f"{mixer}_nope_{layout}" for mixer in ("lightning", "rwkv7") for layout in ("lh", "hh")
+    }
     assert set(HYBRIDS) == names
 
 

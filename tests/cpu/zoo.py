@@ -41,7 +41,7 @@ MIXED = {
         "heads: [{mixer: gdn, share: 3}, {mixer: attention, position: nope}]",
         "heads: [{mixer: swa}, {mixer: attention, position: nope}]",
         "heads: [{mixer: gla, share: 2}, {mixer: attention, position: rope}, {mixer: gdn, position: rope}]",
-        "heads: [{mixer: lightning}, {mixer: attention, position: nope, share: 3}]",
+        "heads: [{mixer: lightning}, {mixer: rwkv7, share: 2}, {mixer: attention, position: nope}]",
     ),
     "all options, HH": [
         *_layers(

@@ -28,7 +28,10 @@ LAYERS = {
     "gdn, no gate": ["gdn_nope_lh", "model.gdn.output_gate=none"],
     "gdn, convolution and QK norm": ["gdn_nope_lh", "model.gdn={short_conv: 4, qk_norm: true}"],
     "lightning": ["lightning_nope_lh"],
+    "rwkv7": ["rwkv7_nope_lh"],
+    "rwkv7, rope": ["rwkv7_nope_lh", "pattern=[{mixer: rwkv7, position: rope}]"],
     "gdn and attention": ["gdn_nope_hh"],
+    "rwkv7 and attention": ["rwkv7_nope_hh"],
 }
 
 

@@ -256,9 +256,7 @@ def _recurrence_inputs(
 
 
 @fused
-def _finished(
-    o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, r_k: Tensor, *, eps: float
-) -> Tensor:
+def _finished(o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, r_k: Tensor, *, eps: float) -> Tensor:
     """The norm of each head, the bonus of the token itself, and the gate: [b, s, n, d], in float32 or wider and then as o is."""
     wide, heads = torch.promote_types(o.dtype, torch.float32), o.shape[2:]
     normal = F.layer_norm(o.to(wide), heads[1:], eps=eps) * weight.to(wide).view(heads) + bias.to(wide).view(heads)
