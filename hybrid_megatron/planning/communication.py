@@ -49,8 +49,8 @@ def _tensor(layout: Layout, stage: int) -> float:
 
 
 def _collectives(layout: Layout, layer: Layer) -> int:
-    """Of a layer, forward and backward. Where mixers project the layer's input themselves, it is gathered for them, and its gradient summed,
-    beside that of the input projection or, if there is none, in its place; it is kept, so nothing gathers it again."""
+    """Of a layer, forward and backward. Where mixers project the layer's input themselves, it is gathered for them, and its gradient
+    summed, beside that of the input projection or, if there is none, in its place; it is kept, so nothing gathers it again."""
     config = layout.config
     sequence, recompute = config.parallel.sequence, config.train.recompute
     forward, backward = (4, 6) if sequence else (2, 2)

@@ -120,8 +120,8 @@ HYBRIDS = {
 @pytest.mark.parametrize("context", [4096, 32_768])
 @pytest.mark.parametrize("mixer", HYBRIDS)
 def test_hybrids_of_776m(mixer, context):
-    """Layer-wise and head-wise 3:1. A head-wise layer has its norms, gla's W1 and what rwkv7's heads share whole, and three quarters of everything
-    else."""
+    """Layer-wise and head-wise 3:1. A head-wise layer has its norms, gla's W1 and what rwkv7's heads share whole, and three quarters of
+    everything else."""
     layers, hidden, heads, ffn, _ = MODELS["776m"]
     common = layers * (3 * hidden * ffn + 2 * hidden) + hidden + 2 * VOCAB * hidden
     of_layer, of_token = HYBRIDS[mixer]

@@ -168,7 +168,8 @@ def test_rwkv7_begins_as_flas_layer_does(rwkv7):
             "shift_mix": torch.cat([getattr(theirs, f"x_{name}").data.view(1, 96) for name in "rkvwag"]),
             "decay_bias": theirs.w_lora.lora[2].bias, "rate_bias": theirs.a_lora.lora[2].bias, "k_k": theirs.k_k, "k_a": theirs.k_a,
             "r_k": theirs.r_k.flatten(), "out_norm_weight": theirs.g_norm.weight, "out_norm_bias": theirs.g_norm.bias,
-            "decay_down": theirs.w_lora.lora[0].weight, "rate_down": theirs.a_lora.lora[0].weight, "gate_down": theirs.g_lora.lora[0].weight,
+            "decay_down": theirs.w_lora.lora[0].weight, "rate_down": theirs.a_lora.lora[0].weight,
+            "gate_down": theirs.g_lora.lora[0].weight,
         }  # fmt: skip
         for name, value in expected.items():
             mine = rwkv7[f"decoder.layers.{depth}.self_attention.mixers.0.{name}"]

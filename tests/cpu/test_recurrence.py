@@ -43,7 +43,8 @@ def test_a_summary_turns_the_first_state_into_the_last(kind, starts):
 def test_a_transition_is_zero_where_a_document_starts(kind):
     inputs = draw(kind, 70)
     transition, added = rule_of(kind).summary(inputs, starts_at(70, (30,), ()))
-    assert transition.shape == (2, 3, *{"gdn": (8, 8), "gla": (8, 1), "lightning": (1, 1), "rwkv7": (8, 8)}[kind]) and added.shape == (2, 3, 8, 6)
+    of_head = {"gdn": (8, 8), "gla": (8, 1), "lightning": (1, 1), "rwkv7": (8, 8)}[kind]
+    assert transition.shape == (2, 3, *of_head) and added.shape == (2, 3, 8, 6)
     assert not transition[0].any() and transition[1].any()
 
 

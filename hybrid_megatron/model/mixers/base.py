@@ -1,8 +1,9 @@
 """The contract of a token mixer.
 
 A mixer works on *units*: the smallest group of heads that tensor parallelism may not cut (one key-value head with the query heads that
-share it). `MixerLayer` owns the two projections; model/unit_order.py says how their rows and columns are ordered. What a layer's heads
-compute stands in a HeadGroup: layer-wise hybrids have one group a layer, head-wise ones several, and a mixer cannot tell the difference.
+share it). `MixerLayer` owns the two projections; model/unit_order.py says how their rows and columns are ordered. Only a mixer whose
+projections see different inputs has its own (`takes_input`) and no rows there. What a layer's heads compute stands in a HeadGroup:
+layer-wise hybrids have one group a layer, head-wise ones several, and a mixer cannot tell the difference.
 
 What a mixer says about itself without being built (`num_params`, `flops`, `check`, ...) is read by planning, accounting and validation;
 they read nothing else. Each mixer also has a plain `reference` of what it does between the projections, run in float64 by tests.
