@@ -169,9 +169,8 @@ def test_communication_bytes_at_32k():
         gates = {"gdn": 2 * 4, "gla": 128 * 4, "lightning": 0}[mixer]
         assert exchanged == 9 * 32_768 // 2 * 12 * (4 * 128 * 2 + gates)
         assert exchanged > 10 * states
-    words = ["776m+rwkv7_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2"]
-    shift = 9 * 2 * 1536 * 2  # the token before a chunk; the busiest rank is rank 0 or the last one
-    assert accounts(*words).context_bytes["rwkv7"] == shift // 2 + 9 * 2 * 12 * 128 * 256 * 4
+    shifted = accounts("776m+rwkv7_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes["rwkv7"]
+    assert shifted == 9 * (1536 * 2 + 2 * 12 * 128 * 256 * 4), "each rank lacks the token before one of its chunks"
     windows = accounts("776m+swa_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes
     assert windows["swa"] == 9 * 2 * 1536 * 2 * 127, "rank 0 needs the halo of its back chunk; its front one has none"
     assert windows["attention"] == 3 * 32_768 * 2 * 1536 * 2
