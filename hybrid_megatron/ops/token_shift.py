@@ -68,7 +68,7 @@ def _mixed(x: Tensor, before: Tensor, mixes: Tensor) -> tuple[Tensor, ...]:
     """x + m (before - x) for each row m of mixes, in float32 or wider and then as x is; each lies token after token."""
     wide = torch.promote_types(x.dtype, torch.float32)
     here, change = x.to(wide), before.to(wide) - x.to(wide)
-    return tuple((here + mix * change).to(x.dtype).contiguous() for mix in mixes.to(wide))
+    return tuple([(here + mix * change).to(x.dtype).contiguous() for mix in mixes.to(wide)])
 
 
 @fused
@@ -77,6 +77,6 @@ def _mixed_backward(x: Tensor, before: Tensor, mixes: Tensor, *gradients: Tensor
     wide = torch.promote_types(x.dtype, torch.float32)
     change = before.to(wide) - x.to(wide)
     wide_gradients = [gradient.to(wide) for gradient in gradients]
-    of_before = sum(mix * gradient for mix, gradient in zip(mixes.to(wide), wide_gradients))
+    of_before = sum([mix * gradient for mix, gradient in zip(mixes.to(wide), wide_gradients)])
     of_mixes = torch.stack([(change * gradient).sum((0, 1)) for gradient in wide_gradients])
     return (sum(wide_gradients) - of_before).to(x.dtype), of_before.to(x.dtype), of_mixes.to(mixes.dtype)

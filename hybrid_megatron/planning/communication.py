@@ -51,16 +51,12 @@ def _tensor(layout: Layout, stage: int) -> float:
 def _collectives(layout: Layout, layer: Layer) -> int:
     """Of a layer, forward and backward. Where mixers project the layer's input themselves, it is gathered for them, and its gradient
     summed, beside that of the input projection or, if there is none, in its place; it is kept, so nothing gathers it again."""
-    config = layout.config
-    sequence, recompute = config.parallel.sequence, config.train.recompute
-    forward, backward = (4, 6) if sequence else (2, 2)
-    again = {"none": 0, "selective": forward // 2, "full": forward}[recompute]
-    if any(MIXERS[group.mixer].takes_input for group in layer.groups):
-        beside = UnitOrder(config.model, layer.groups).rows > 0
-        if sequence:
-            forward += beside
-            again += beside if recompute == "full" else 0
-        backward += 1 if beside else -1 if sequence else 0
+    sequence, recompute = layout.config.parallel.sequence, layout.config.train.recompute
+    takes = any(MIXERS[group.mixer].takes_input for group in layer.groups)
+    beside = takes and UnitOrder(layout.config.model, layer.groups).rows > 0
+    forward = 4 + beside if sequence else 2
+    backward = 6 + beside - (takes and not beside) if sequence else 2 + beside
+    again = {"none": 0, "selective": 2 if sequence else 1, "full": forward}[recompute]
     return forward + again + backward
 
 
