@@ -82,6 +82,7 @@ def test_removal_of_all_and_beyond(form):
         check(RULE, form, inputs, draw_state(inputs))
 
 
+@pytest.mark.slow  # importing fla takes longer than all of these tests
 def test_flas_own_recurrence():
     """FLA's naive form: heads first, scale K^-1/2, in float32 within, whatever the inputs."""
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence

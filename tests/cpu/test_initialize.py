@@ -158,6 +158,7 @@ def rwkv7(state, tiny_data) -> dict[str, torch.Tensor]:
     return parameters(state, tiny_data, *RWKV7)
 
 
+@pytest.mark.slow  # importing fla takes seconds
 def test_rwkv7_begins_as_flas_layer_does(rwkv7):
     """Curves over channels and depth, and the widths of the bottlenecks."""
     from fla.layers.rwkv7 import RWKV7Attention

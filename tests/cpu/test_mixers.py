@@ -372,7 +372,6 @@ def through_layer(block, hidden: Tensor, starts: Tensor | None) -> Tensor:
 
 PACKED = [
     *PLAIN,
-    "rwkv7, rope",
     "gla, rope",
     "gla, all together",
     "gla, convolution",
