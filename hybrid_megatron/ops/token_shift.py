@@ -44,7 +44,7 @@ class _ShiftedProjections(torch.autograd.Function):
         for i, (gradient, weight) in enumerate(zip(gradients, weights)):
             of_weights.append(gradient.flatten(0, 1).T @ mixed[i].flatten(0, 1))
             of_mixed.append(gradient @ weight)
-            mixed[i] = None  # no two of them at once for longer than needed
+            mixed[i] = None  # its gradient takes its place
         of_x, of_before, of_mixes = _mixed_backward(x, before, mixes, *of_mixed)
         if starts is not None:
             of_before.masked_fill_(starts[..., None], 0.0)
