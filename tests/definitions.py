@@ -84,6 +84,25 @@ def fixed_decay(
     return _with_transitions(q, k, v, lambda t: transition, scale, initial_state, starts)
 
 
+def generalized_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = (Diag(e^{g_t}) + b_t^T a_t) S_{t-1} + k_t^T v_t and o_t = scale q_t S_t; g, a, b [b, s, n, d_k]."""
+
+    def transition(t: int) -> Tensor:
+        return torch.diag_embed(torch.exp(g[:, t])) + b[:, t, :, :, None] @ a[:, t, :, None, :]
+
+    return _with_transitions(q, k, v, transition, scale, initial_state, starts)
+
+
 def _with_transitions(q, k, v, transition, scale, initial_state, starts) -> tuple[Tensor, Tensor]:
     """S_t = A_t S_{t-1} + k_t^T v_t with A_t = transition(t) [.., n, d_k, d_k]."""
     state = k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
@@ -229,6 +248,8 @@ class Group:
 
     def unit_rows(self) -> list[tuple[str, int]]:
         """Rows of the input projection for one unit, in order."""
+        if self.mixer == "rwkv7":
+            return []  # it projects the layer's input itself
         rows = [("q", self.queries * self.head_dim), ("k", self.head_dim), ("v", self.head_dim)]
         rows += [("z", self.queries * self.head_dim)] if self.output_gate != "none" and self.mixer != "kda" else []
         return rows + [(name, self.queries) for name in {"gdn": ("a", "b"), "kda": ("b",), "mamba2": ("dt",)}.get(self.mixer, ())]
@@ -241,7 +262,8 @@ class Group:
 
 
 Parts = dict[str, Tensor]
-"""What a group's projections give: q, z [b, s, n, d]; k, v [b, s, n_kv, d]; a, b, dt [b, s, n]; low, low_z [b, s, rank]; those it has."""
+"""What a group's projections give: q, z [b, s, n, d]; k, v [b, s, n_kv, d]; a, b, dt [b, s, n]; low, low_z [b, s, rank]; those it has. For
+rwkv7 x [b, s, h], the layer's input."""
 
 
 def attention(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
@@ -298,7 +320,44 @@ def mamba2(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None
     return gated(rms_norm(mixed, own["out_norm"], group.norm_eps), x, group)
 
 
-MIXERS = {"attention": attention, "swa": swa, "gla": gla, "lightning": lightning, "gdn": gdn, "kda": kda, "mamba2": mamba2}
+def rwkv7(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """RWKV-7's time mixing, without the value residual; GroupNorm with eps d * norm_eps."""
+    p = rwkv7_inputs(x, own, group, starts)
+    removed = unit(p["k"] * by_head(own["k_k"], group))
+    k = p["k"] * (1 + (p["rate"] - 1) * by_head(own["k_a"], group))
+    mixed, _ = generalized_delta_rule(p["r"], k, p["v"], p["g"], -removed, removed * p["rate"], 1.0, starts=starts)
+    deviation = torch.sqrt(mixed.var(-1, correction=0, keepdim=True) + group.head_dim * group.norm_eps)
+    normal = (mixed - mixed.mean(-1, keepdim=True)) / deviation * by_head(own["out_norm_weight"], group)
+    weight = torch.einsum("bsnd,bsnd,nd->bsn", p["r"], k, by_head(own["r_k"], group))
+    return (normal + by_head(own["out_norm_bias"], group) + weight[..., None] * p["v"]) * p["gate"]
+
+
+def rwkv7_inputs(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Parts:
+    """r, k, v, log decay g, rate and output gate [b, s, n, d], each from a mix of its own of each token with the one before."""
+    before = torch.zeros_like(x["x"])
+    for t in range(1, before.shape[1]):
+        begins = torch.zeros_like(before[:, 0, 0], dtype=torch.bool) if starts is None else starts[:, t]
+        before[~begins, t] = x["x"][~begins, t - 1]
+    mixed = dict(zip("rkvwag", (x["x"] + (before - x["x"]) * own["shift_mix"][:, None, None]).unbind(0)))
+    r, k, v = (by_head(mixed[name] @ own[f"{name}_proj"].T, group) for name in "rkv")
+    decay = torch.tanh(mixed["w"] @ own["decay_down"].T) @ own["decay_up"].T + own["decay_bias"]
+    rate = mixed["a"] @ own["rate_down"].T @ own["rate_up"].T + own["rate_bias"]
+    gate = torch.sigmoid(mixed["g"] @ own["gate_down"].T) @ own["gate_up"].T
+    return {
+        "r": positioned(r, group, starts), "k": positioned(k, group, starts), "v": v,
+        "g": by_head(-torch.sigmoid(decay) / math.sqrt(math.e), group),
+        "rate": by_head(torch.sigmoid(rate), group), "gate": by_head(gate, group),
+    }  # fmt: skip
+
+
+def by_head(x: Tensor, group: Group) -> Tensor:
+    """[..., n d] -> [..., n, d]."""
+    return x.unflatten(-1, (group.heads, group.head_dim))
+
+
+MIXERS = {
+    "attention": attention, "swa": swa, "gla": gla, "gdn": gdn, "kda": kda, "lightning": lightning, "mamba2": mamba2, "rwkv7": rwkv7,
+}  # fmt: skip
 
 
 def linear_inputs(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,7 +398,9 @@ def gated(o: Tensor, x: Parts, group: Group) -> Tensor:
 
 
 def log_gates(x: Parts, own: dict[str, Tensor], group: Group) -> Tensor:
-    """What a group's states decay by at each token: gla and kda [b, s, n, d], gdn, lightning and mamba2 [b, s, n]."""
+    """What a group's states decay by at each token: gla, kda and rwkv7 [b, s, n, d], gdn, lightning and mamba2 [b, s, n]."""
+    if group.mixer == "rwkv7":
+        return rwkv7_inputs(x, own, group, None)["g"]
     if group.mixer == "gla":
         return gla_gates(x["low"], own["gate_up"], own["gate_bias"], group.gate_temperature).view(*x["q"].shape)
     if group.mixer == "gdn":
@@ -373,9 +434,12 @@ def layer_parts(weights: dict[str, Tensor], hidden: Tensor, groups: list[Group])
         for name, width in groups[i].unit_rows():
             rows[i][name].append(weights["in_proj.weight"][row : row + width])
             row += width
-    assert row == weights["in_proj.weight"].shape[0]
+    assert row == (weights["in_proj.weight"].shape[0] if "in_proj.weight" in weights else 0)
     found, shared_row = [], 0
     for group, own_rows in zip(groups, rows):
+        if group.mixer == "rwkv7":
+            found.append({"x": hidden})
+            continue
         x = {name: hidden @ torch.cat(pieces).T for name, pieces in own_rows.items()}
         x = {name: part if name in ("a", "b", "dt") else part.unflatten(-1, (-1, group.head_dim)) for name, part in x.items()}
         for name, width in group.shared_rows():

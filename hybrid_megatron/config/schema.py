@@ -94,6 +94,20 @@ class Mamba2Config(LinearConfig):
 
 
 @dataclass
+class RWKV7Config:
+    """Settings of the mixer `rwkv7`, which has RWKV-7's own norms and output gate."""
+
+    rope_base: float = 10_000.0
+    """Base of the rotary position embedding of heads with `position: rope`."""
+    decay_rank: Optional[int] = None
+    """Width between the two matrices of the decay; null: 2.5 sqrt(hidden_size) head_dim / 64, in multiples of 32."""
+    rate_rank: Optional[int] = None
+    """The same of the rate at which a state's rows are replaced; null: as for the decay."""
+    gate_rank: Optional[int] = None
+    """The same of the output gate; null: 5 sqrt(hidden_size), in multiples of 32."""
+
+
+@dataclass
 class ModelConfig:
     """A Llama-style decoder: RMSNorm before each block, SwiGLU, no biases, untied embeddings."""
 
@@ -118,6 +132,7 @@ class ModelConfig:
     kda: KDAConfig = field(default_factory=KDAConfig)
     lightning: LightningConfig = field(default_factory=LightningConfig)
     mamba2: Mamba2Config = field(default_factory=Mamba2Config)
+    rwkv7: RWKV7Config = field(default_factory=RWKV7Config)
 
 
 @dataclass
@@ -125,7 +140,7 @@ class HeadShare:
     """Some of the heads of a head-wise layer."""
 
     mixer: str = MISSING
-    """Name of a mixer: attention, swa, gla, gdn, kda, lightning or mamba2."""
+    """Name of a mixer: attention, swa, gla, gdn, kda, lightning, mamba2 or rwkv7."""
     position: Optional[str] = None
     """rope or nope, as in PatternEntry."""
     share: int = 1
@@ -137,7 +152,7 @@ class PatternEntry:
     """One entry of `pattern`: layers of one mixer (`mixer`), or layers whose heads have different ones (`heads`)."""
 
     mixer: Optional[str] = None
-    """Name of a mixer: attention, swa, gla, gdn, kda, lightning or mamba2."""
+    """Name of a mixer: attention, swa, gla, gdn, kda, lightning, mamba2 or rwkv7."""
     position: Optional[str] = None
     """rope or nope. attention must say which; swa and lightning have rope and the other mixers nope unless said otherwise."""
     heads: list[HeadShare] = field(default_factory=list)

@@ -119,13 +119,18 @@ HYBRIDS = {
         lambda hidden, heads: 5 * hidden**2 + heads * hidden + 3 * heads + 128,  # W_dt; A, dt_bias, D, a norm
         lambda hidden, heads, context: 4 * heads * 128**2 + 2 * hidden,
     ),
+    "rwkv7": (
+        lambda hidden, heads: 4 * hidden**2 + 2 * 3 * 192 * hidden + (7 + 6) * hidden,  # three bottlenecks of 192, and vectors
+        lambda hidden, heads, context: 8 * heads * 128**2,
+    ),
 }
 
 
 @pytest.mark.parametrize("context", [4096, 32_768])
 @pytest.mark.parametrize("mixer", HYBRIDS)
 def test_hybrids_of_776m(mixer, context):
-    """Layer-wise and head-wise 3:1. A head-wise layer has its norms and bottlenecks whole, and three quarters of everything else."""
+    """Layer-wise and head-wise 3:1. A head-wise layer has its norms, the bottlenecks' first matrices and rwkv7's mixes whole, and three
+    quarters of everything else."""
     layers, hidden, heads, ffn, _ = MODELS["776m"]
     common = layers * (3 * hidden * ffn + 2 * hidden) + hidden + 2 * VOCAB * hidden
     of_layer, of_token = HYBRIDS[mixer]
@@ -134,19 +139,21 @@ def test_hybrids_of_776m(mixer, context):
     assert found.total_params == common + found.params[mixer] + found.params["attention"]
 
     head_wise = accounts(f"776m+{mixer}_nope_hh+pretrain_4k", f"train.context={context}")
-    whole = {"swa": 0, "gla": 128 + 16 * hidden, "gdn": 128, "kda": 128 + 2 * 128 * hidden, "lightning": 3 * 128, "mamba2": 128}[mixer]
+    whole = {"swa": 0, "gla": 128 + 16 * hidden, "gdn": 128, "kda": 128 + 2 * 128 * hidden, "lightning": 3 * 128, "mamba2": 128}
+    whole = (whole | {"rwkv7": (3 * 192 + 6) * hidden})[mixer]
     assert head_wise.params[mixer] == 12 * (3 * (of_layer(hidden, heads) - whole) // 4 + whole)
     assert head_wise.params["attention"] == 12 * hidden**2
 
-    vectors = {"swa": 0, "gla": hidden, "gdn": 2 * heads, "kda": heads + 2 * hidden, "lightning": 2 * 128, "mamba2": 3 * heads}[mixer]
-    vectors += 128 if mixer != "swa" else 0
+    vectors = {"swa": 0, "gla": hidden, "gdn": 2 * heads, "kda": heads + 2 * hidden, "lightning": 2 * 128, "mamba2": 3 * heads}
+    vectors = (vectors | {"rwkv7": 13 * hidden})[mixer] + (128 if mixer not in ("swa", "rwkv7") else 0)
     gate_up = {"gla": 16 * hidden, "kda": 2 * 128 * hidden}.get(mixer, 0)  # counted in of_token
     layer = 2 * (of_layer(hidden, heads) - vectors - gate_up) + of_token(hidden, heads, context)
     assert found.forward_flops_per_token[mixer] == pytest.approx(9 * layer, rel=1e-9)
 
 
 def test_state_bytes():
-    """Linear mixers: float32 states of 128 x 128 a head at any length. Softmax: keys and values, 2 bytes, all or the window's."""
+    """Linear mixers: float32 states of 128 x 128 a head at any length; rwkv7 the last token too. Softmax: keys and values, 2 bytes, all or
+    the window's."""
     for context in (4096, 65_536):
         for mixer, expected in (
             ("gdn", 9 * 12 * 128 * 128 * 4),
@@ -154,6 +161,7 @@ def test_state_bytes():
             ("kda", 9 * 12 * 128 * 128 * 4),
             ("lightning", 9 * 12 * 128 * 128 * 4),
             ("mamba2", 9 * 12 * 128 * 128 * 4),
+            ("rwkv7", 9 * (12 * 128 * 128 * 4 + 1536 * 2)),
             ("swa", 9 * 128 * 2 * 1536 * 2),
         ):
             found = accounts(f"776m+{mixer}_nope_lh+pretrain_4k", f"train.context={context}").state_bytes
@@ -174,6 +182,8 @@ def test_communication_bytes_at_32k():
         gates = {"gdn": 2 * 4, "gla": 128 * 4, "kda": 129 * 4, "lightning": 0, "mamba2": 4}[mixer]
         assert exchanged == 9 * 32_768 // 2 * 12 * (4 * 128 * 2 + gates)
         assert exchanged > 10 * states
+    shifted = accounts("776m+rwkv7_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes["rwkv7"]
+    assert shifted == 9 * (1536 * 2 + 2 * 12 * 128 * 256 * 4), "each rank lacks the token before one of its chunks"
     windows = accounts("776m+swa_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes
     assert windows["swa"] == 9 * 2 * 1536 * 2 * 127, "rank 0 needs the halo of its back chunk; its front one has none"
     assert windows["attention"] == 3 * 32_768 * 2 * 1536 * 2

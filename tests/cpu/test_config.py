@@ -169,7 +169,7 @@ def test_all_missing_values_are_named_at_once(recipe):
 RULES = {
     "mixer": (
         ["pattern=[{mixer: gdnn}]"],
-        ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, swa, gla, gdn, kda, lightning, mamba2"],
+        ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, swa, gla, gdn, kda, lightning, mamba2, rwkv7"],
     ),
     "position": (["pattern=[{mixer: attention}]"], ["pattern[0].mixer=attention: its position must be rope or nope"]),
     "not finite": (["optimizer.clip_grad=.inf"], ["optimizer.clip_grad=inf: it must be a finite number"]),

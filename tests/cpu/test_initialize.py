@@ -190,6 +190,52 @@ def test_gates_decays_and_norms_have_no_weight_decay(ranks, tiny_data):
     }
 
 
+RWKV7 = ["pattern=[{mixer: rwkv7}]", "model.hidden_size=96", "model.num_heads=6", "model.head_dim=16"]
+
+
+@pytest.fixture(scope="module")
+def rwkv7(state, tiny_data) -> dict[str, torch.Tensor]:
+    return parameters(state, tiny_data, *RWKV7)
+
+
+@pytest.mark.slow  # importing fla takes seconds
+def test_rwkv7_begins_as_flas_layer_does(rwkv7):
+    """Curves over channels and depth, and the widths of the bottlenecks."""
+    from fla.layers.rwkv7 import RWKV7Attention
+
+    for depth in range(4):
+        theirs = RWKV7Attention(hidden_size=96, head_dim=16, layer_idx=depth, num_hidden_layers=4)
+        expected = {
+            "shift_mix": torch.cat([getattr(theirs, f"x_{name}").data.view(1, 96) for name in "rkvwag"]),
+            "decay_bias": theirs.w_lora.lora[2].bias, "rate_bias": theirs.a_lora.lora[2].bias, "k_k": theirs.k_k, "k_a": theirs.k_a,
+            "r_k": theirs.r_k.flatten(), "out_norm_weight": theirs.g_norm.weight, "out_norm_bias": theirs.g_norm.bias,
+            "decay_down": theirs.w_lora.lora[0].weight, "rate_down": theirs.a_lora.lora[0].weight,
+            "gate_down": theirs.g_lora.lora[0].weight,
+        }  # fmt: skip
+        for name, value in expected.items():
+            mine = rwkv7[f"decoder.layers.{depth}.self_attention.mixers.0.{name}"]
+            assert torch.allclose(mine, value.detach(), rtol=2e-5, atol=2e-6), f"layer {depth}, {name}"
+        for name, module in {"decay_up": theirs.w_lora, "rate_up": theirs.a_lora, "gate_up": theirs.g_lora}.items():
+            mine, drawn = rwkv7[f"decoder.layers.{depth}.self_attention.mixers.0.{name}"], module.lora[2].weight.detach()
+            assert mine.shape == drawn.shape and abs(float(mine.norm() / drawn.norm()) - 1) < 1e-5, f"layer {depth}, {name}"
+
+
+def test_projections_of_rwkv7_are_orthogonal(rwkv7):
+    eye = torch.eye(96)
+    for name, gain in (("r_proj", 1.0), ("k_proj", 0.1), ("v_proj", 1.0)):
+        found = [p for key, p in rwkv7.items() if key.endswith(name)]
+        assert len(found) == 4 and not torch.equal(found[0], found[1])
+        for p in found:
+            torch.testing.assert_close(p @ p.T, gain**2 * eye, rtol=0, atol=1e-5)
+
+
+def test_matrices_of_rwkv7_that_make_gates_have_no_weight_decay(ranks, tiny_data):
+    [found] = ranks.run(1, groups, tiny_words(tiny_data, "run_dir=unused", *RWKV7))
+    decays = {name.split(".mixers.0.")[1]: decay for name, _, decay in found if ".mixers.0." in name}
+    assert len(decays) == 3 + 6 + 2 + 5 + 1
+    assert {name for name, decay in decays.items() if decay} == {"r_proj", "k_proj", "v_proj"}
+
+
 def test_every_parameter_is_drawn(state, tiny_data, monkeypatch):
     """Whatever the modules put into their parameters when built is overwritten."""
     build = HybridModel.__init__
@@ -200,7 +246,7 @@ def test_every_parameter_is_drawn(state, tiny_data, monkeypatch):
             torch.nn.init.constant_(parameter, math.nan)
 
     monkeypatch.setattr(HybridModel, "__init__", poisoned)
-    for overrides in ([], EVERY_MIXER, KDA_AND_MAMBA2):
+    for overrides in ([], EVERY_MIXER, KDA_AND_MAMBA2, RWKV7):
         for name, p in parameters(state, tiny_data, *overrides).items():
             assert p.isfinite().all(), name
 

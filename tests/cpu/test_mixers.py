@@ -25,8 +25,8 @@ from tests.definitions import Group, relative_error
 
 BATCH, HEADS = 2, 8
 NOPE, ROPE = {"mixer": "attention", "position": "nope"}, {"mixer": "attention", "position": "rope"}
-GDN, GLA, KDA, SWA, LIGHTNING, MAMBA2 = ({"mixer": name} for name in ("gdn", "gla", "kda", "swa", "lightning", "mamba2"))
-LINEAR = ("gla", "gdn", "kda", "lightning", "mamba2")
+GDN, GLA, KDA, SWA, LIGHTNING, MAMBA2, RWKV7 = ({"mixer": name} for name in ("gdn", "gla", "kda", "swa", "lightning", "mamba2", "rwkv7"))
+LINEAR = ("gla", "gdn", "kda", "lightning", "mamba2", "rwkv7")
 
 
 def mix(*groups: tuple[dict, int]) -> dict:
@@ -44,6 +44,7 @@ PLAIN = {
     "kda": (KDA, []),
     "lightning": (LIGHTNING, []),
     "mamba2": (MAMBA2, []),
+    "rwkv7": (RWKV7, []),
 }
 OPTIONS = {
     "attention, rope of another base": (ROPE, ["attention.rope_base=100"]),
@@ -102,6 +103,8 @@ OPTIONS = {
     "lightning, no output gate": (LIGHTNING, ["lightning.output_gate=none"]),
     "lightning, convolution": (LIGHTNING, ["lightning.short_conv=4"]),
     "lightning, shared keys": (LIGHTNING, ["lightning.num_kv_heads=1"]),
+    "rwkv7, rope": (RWKV7 | {"position": "rope"}, ["rwkv7.rope_base=100"]),
+    "rwkv7, ranks": (RWKV7, ["rwkv7.decay_rank=3", "rwkv7.rate_rank=5", "rwkv7.gate_rank=40"]),
     "lightning, all together": (LIGHTNING, ["lightning.output_gate=silu", "lightning.short_conv=2", "lightning.num_kv_heads=4"]),
     "mamba2, rope": (MAMBA2 | {"position": "rope"}, []),
     "mamba2, no output gate": (MAMBA2, ["mamba2.output_gate=none"]),
@@ -120,6 +123,8 @@ MIXES = {
     "lightning 1 : attention 3": (mix((LIGHTNING, 1), (NOPE, 3)), []),
     "gdn 5 : attention 3": (mix((GDN, 5), (NOPE, 3)), []),
     "gdn 2 : swa 1 : attention 1": (mix((GDN, 2), (SWA, 1), (NOPE, 1)), ["swa.window=16"]),
+    "rwkv7 3 : attention 1": (mix((RWKV7, 3), (NOPE, 1)), []),
+    "gla 1 : rwkv7 1": (mix((GLA, 1), (RWKV7 | {"position": "rope"}, 1)), []),
     "attention rope 3 : nope 1": (mix((ROPE, 3), (NOPE, 1)), []),
     "gla nope 1 : gla rope 1": (mix((GLA, 1), (GLA | {"position": "rope"}, 1)), []),
     "grouped queries beside heads of their own": (mix((GDN, 1), (NOPE, 1)), ["num_kv_heads=4"]),
@@ -184,7 +189,7 @@ def enliven(block: torch.nn.Module) -> None:
             parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5, generator=random)
         elif "norm" in name or name.endswith(".D"):  # all ones would not tell the heads or their channels apart
             parameter.uniform_(0.5, 1.5, generator=random)
-        elif name.endswith(("gate_bias", "z_bias")):  # and zeros would not be missed
+        elif name.endswith(("gate_bias", "z_bias", "r_k")):  # and zeros, or next to it, would not be missed
             parameter.normal_(0, 1, generator=random)
 
 
@@ -196,17 +201,17 @@ def groups_of(config: RunConfig, entry: dict) -> list[Group]:
     for part in listed:
         mixer, heads = part["mixer"], HEADS * part["share"] // whole
         options = getattr(model, mixer)
-        of_full_layer = (model.num_kv_heads if mixer in ("attention", "swa") else options.num_kv_heads) or HEADS
+        of_full_layer = (model.num_kv_heads if mixer in ("attention", "swa") else getattr(options, "num_kv_heads", None)) or HEADS
         position = part.get("position", "rope" if mixer in ("swa", "lightning") else "nope")
         own = {"swa": ["window"], "gla": ["gate_rank", "gate_temperature"], "gdn": ["allow_neg_eigval"], "kda": ["allow_neg_eigval"]}.get(
             mixer, []
         )
-        own += [] if mixer in ("attention", "swa") else ["short_conv"]
+        own += [] if mixer in ("attention", "swa", "rwkv7") else ["short_conv"]
         groups.append(
             Group(
                 mixer, heads, kv_heads=heads * of_full_layer // HEADS, head_dim=model.head_dim, norm_eps=model.norm_eps,
-                rope_base=options.rope_base if position == "rope" else None, qk_norm=options.qk_norm, output_gate=options.output_gate,
-                **{name: getattr(options, name) for name in own},
+                rope_base=options.rope_base if position == "rope" else None, qk_norm=getattr(options, "qk_norm", False),
+                output_gate=getattr(options, "output_gate", "none"), **{name: getattr(options, name) for name in own},
             )
         )  # fmt: skip
     return groups
@@ -349,8 +354,8 @@ def test_bfloat16_stays_near_the_definition(built, state, tiny_data, name):
     narrow_config = layer_config(tiny_data, name, "train.precision=bf16")
     [narrow] = build_model(narrow_config, plan_layers(narrow_config), state).decoder.layers
     dtypes = {key: parameter.dtype for key, parameter in narrow.self_attention.named_parameters()}
-    assert dtypes["in_proj.weight"] == torch.bfloat16
-    assert all(dtype == torch.float32 for key, dtype in dtypes.items() if key.endswith(("A_log", "dt_bias", "gate_bias", ".D")))
+    wide = ("A_log", "dt_bias", "gate_bias", "decay_bias", "rate_bias", ".D")
+    assert all(dtype == (torch.float32 if key.endswith(wide) else torch.bfloat16) for key, dtype in dtypes.items())
     weights = {key: w.to(dtypes[key]) for key, w in weights_of(block, torch.float64).items()}
     hidden = draw_hidden(config, LENGTHS[name]).bfloat16()
     o = fast(narrow, None)(weights, hidden)

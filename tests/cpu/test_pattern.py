@@ -98,7 +98,7 @@ def test_head_wise_and_layer_wise_entries_stand_beside_each_other(recipe):
 
 @pytest.mark.parametrize(
     ("mixer", "position"),
-    [("swa", "rope"), ("lightning", "rope"), ("gla", "nope"), ("gdn", "nope"), ("kda", "nope"), ("mamba2", "nope")],
+    [("swa", "rope"), ("lightning", "rope"), *((mixer, "nope") for mixer in ("gla", "gdn", "kda", "mamba2", "rwkv7"))],
 )
 def test_positions_where_none_is_written(recipe, mixer, position):
     other = "rope" if position == "nope" else "nope"
@@ -119,6 +119,7 @@ def test_defaults_of_the_mixers(recipe):
         | {"allow_neg_eigval": False},
         "lightning": {"qk_norm": True, "output_gate": "sigmoid", "short_conv": 0, "num_kv_heads": None, "rope_base": 10_000},
         "mamba2": {"qk_norm": False, "output_gate": "silu", "short_conv": 0, "num_kv_heads": None, "rope_base": 10_000},
+        "rwkv7": {"rope_base": 10_000, "decay_rank": None, "rate_rank": None, "gate_rank": None},
     }
     assert {mixer: vars(getattr(model, mixer)) for mixer in expected} == expected
 
@@ -147,7 +148,7 @@ def heads(*listed: dict) -> list[dict]:
 
 
 WINDOW = "model.swa.window=16"
-MIXERS = ["attention", "swa", "gla", "gdn", "kda", "lightning", "mamba2"]
+MIXERS = ["attention", "swa", "gla", "gdn", "kda", "lightning", "mamba2", "rwkv7"]
 GATES = ["none", "sigmoid", "silu"]
 # name: (pattern, overrides, words and numbers that the one sentence must hold)
 PATTERNS = {

@@ -8,7 +8,7 @@ from hybrid_megatron.ops.documents import over_documents
 from tests.cpu.recurrence_cases import EXACT, KINDS, SCALE, definition_of, draw, draw_state, forms_of, results, rule_of, starts_at
 from tests.definitions import relative_error
 
-TRANSITIONS = {"gdn": (8, 8), "gla": (8, 1), "kda": (8, 8), "lightning": (1, 1), "mamba2": (8, 1)}
+TRANSITIONS = {"gdn": (8, 8), "gla": (8, 1), "kda": (8, 8), "lightning": (1, 1), "mamba2": (8, 1), "rwkv7": (8, 8)}
 STARTS = {"none": None, "documents": ((0, 30, 69), ()), "at both ends": ((0,), (69,))}
 
 

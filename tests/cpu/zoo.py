@@ -27,6 +27,7 @@ MATRIX = {
     "kda, LH": _layer_wise("kda"),
     "lightning, LH": _layer_wise("lightning"),
     "mamba2, LH": _layer_wise("mamba2"),
+    "rwkv7, LH": _layer_wise("rwkv7"),
     "attention rope + nope, HH": _head_wise("attention, position: rope"),
     "swa + nope, HH": _head_wise("swa"),
     "gla + nope, HH": _head_wise("gla"),
@@ -34,6 +35,7 @@ MATRIX = {
     "kda + nope, HH": _head_wise("kda"),
     "lightning + nope, HH": _head_wise("lightning"),
     "mamba2 + nope, HH": _head_wise("mamba2"),
+    "rwkv7 + nope, HH": _head_wise("rwkv7"),
 }
 """One mixer each, beside attention without position at 3:1."""
 
@@ -43,7 +45,7 @@ MIXED = {
         "heads: [{mixer: gdn, share: 3}, {mixer: attention, position: nope}]",
         "heads: [{mixer: swa}, {mixer: attention, position: nope}]",
         "heads: [{mixer: gla, share: 2}, {mixer: attention, position: rope}, {mixer: gdn, position: rope}]",
-        "heads: [{mixer: lightning}, {mixer: attention, position: nope, share: 3}]",
+        "heads: [{mixer: lightning}, {mixer: rwkv7, share: 2}, {mixer: attention, position: nope}]",
     ),
     "all options, HH": [
         *_layers(
@@ -62,4 +64,4 @@ MIXED = {
         "model.mamba2={short_conv: 3, qk_norm: true, output_gate: sigmoid}",
     ],
 }
-"""Many of them in one model, kda and mamba2 with all options in the last: what the default tests cover."""
+"""Many of them in one model, all options in the last: what the default tests cover."""

@@ -33,7 +33,10 @@ LAYERS = {
     "lightning": ["lightning_nope_lh"],
     "mamba2": ["mamba2_nope_lh"],
     "mamba2, convolution and QK norm": ["mamba2_nope_lh", "model.mamba2={short_conv: 4, qk_norm: true}"],
+    "rwkv7": ["rwkv7_nope_lh"],
+    "rwkv7, rope": ["rwkv7_nope_lh", "pattern=[{mixer: rwkv7, position: rope}]"],
     "gdn and attention": ["gdn_nope_hh"],
+    "rwkv7 and attention": ["rwkv7_nope_hh"],
 }
 
 

@@ -7,6 +7,7 @@ from hybrid_megatron.model.mixers.gla import GLA
 from hybrid_megatron.model.mixers.kda import KDA
 from hybrid_megatron.model.mixers.lightning import Lightning
 from hybrid_megatron.model.mixers.mamba2 import Mamba2
+from hybrid_megatron.model.mixers.rwkv7 import RWKV7
 from hybrid_megatron.model.mixers.swa import SWA
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -17,6 +18,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "kda": KDA,
     "lightning": Lightning,
     "mamba2": Mamba2,
+    "rwkv7": RWKV7,
 }
 
 __all__ = ["MIXERS", "Mixer"]
