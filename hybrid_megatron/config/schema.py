@@ -39,7 +39,7 @@ class SWAConfig(SoftmaxConfig):
 
 @dataclass
 class LinearConfig:
-    """Settings that the linear mixers share."""
+    """Settings that the linear mixers share, all but rwkv7."""
 
     rope_base: float = 10_000.0
     """Base of the rotary position embedding of heads with `position: rope`."""
@@ -97,6 +97,12 @@ class Mamba2Config(LinearConfig):
 class RWKV7Config:
     """Settings of the mixer `rwkv7`, which has RWKV-7's own norms and output gate."""
 
+    absent = {
+        "value_residual": "RWKV-7's would tie v of every layer to that of the first, and a layer of a hybrid stands by itself",
+        **dict.fromkeys(("qk_norm", "output_gate"), "RWKV-7 has its own norms and output gate"),
+        **dict.fromkeys(("short_conv", "num_kv_heads"), "RWKV-7 has a token shift for a convolution, and keys and values of each head"),
+    }
+    """No settings, but why there are none where one may look for them; setting_types.py says it."""
     rope_base: float = 10_000.0
     """Base of the rotary position embedding of heads with `position: rope`."""
     decay_rank: Optional[int] = None

@@ -1,7 +1,7 @@
 """Recurrences that decay and add: S_t = e^{g_t} S_{t-1} + k_t^T v_t, o_t = scale * q_t S_t, per head, with log decays g_t <= 0.
 
 What gated linear attention (g_t a vector over the rows of S), its form with one gate a head and linear attention with a fixed decay (a
-number a head) share. The delta rule with a gate of each row takes its decays between tokens from here too.
+number a head) share. The delta rules with a gate of each row take their decays between tokens from here too.
 """
 
 import torch

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from hybrid_megatron.ops import decay
 from hybrid_megatron.ops.chunks import cut, join, visible
 from hybrid_megatron.ops.documents import over_documents
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
@@ -74,7 +75,8 @@ def chunked(q, k, v, g, a, b, *, scale: float, initial_state=None, document_star
     q, k, v, g, a, b = (cut(x, CHUNK, work) for x in (q, k, v, g, a, b))
     q = q * scale
     seen = visible(document_starts, CHUNK, q.device)
-    decays, before = _decays(g, seen, 0), _decays(g, seen & _earlier(q.device), 1)
+    decays = decay.between_tokens(g, seen)
+    before = _until_the_token_before(decays, seen)
 
     def scores(x: Tensor, y: Tensor, decays: Tensor) -> Tensor:
         return (x[..., :, None, :] * decays[..., 1:, :] * y[..., None, :, :]).sum(-1)
@@ -95,16 +97,7 @@ def chunked(q, k, v, g, a, b, *, scale: float, initial_state=None, document_star
     return join(torch.stack(outputs, dim=2), length).to(out_dtype), state
 
 
-def _decays(g: Tensor, seen: Tensor, back: int) -> Tensor:
-    """[b, n, count, chunk, chunk + 1, K]: at [t, j + 1] the product of the decays after token j up to token t - back, at [t, 0] of all up
-    to there; zero where t does not see j."""
-    place = torch.arange(CHUNK, device=g.device)
-    begin = torch.arange(CHUNK + 1, device=g.device)[:, None]
-    spans = (begin <= place) & (place <= place[:, None, None] - back)  # [t, j + 1, l]: whether token l is one of j + 1 .. t - back
-    sums = (spans.flatten(0, 1).to(g.dtype) @ g).unflatten(-2, (CHUNK, CHUNK + 1))
-    return sums.masked_fill(~seen[..., None], float("-inf")).exp()
-
-
-def _earlier(device: torch.device) -> Tensor:
-    """[chunk, chunk + 1] as `visible`, without the token itself."""
-    return torch.ones(CHUNK, CHUNK + 1, dtype=torch.bool, device=device).tril()
+def _until_the_token_before(decays: Tensor, seen: Tensor) -> Tensor:
+    """As `decays`, at [t, j + 1] the product after token j up to t - 1, at [t, 0] of all up to there; zero where t does not see j < t."""
+    above = torch.cat((torch.ones_like(decays[..., :1, :, :]), decays[..., :-1, :, :]), dim=-3)
+    return above.masked_fill(~seen.tril()[..., None], 0.0)

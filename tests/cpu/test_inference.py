@@ -12,7 +12,7 @@ from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.head_group import Inference
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.inference import with_inference
-from hybrid_megatron.model.mixers import linear, rwkv7
+from hybrid_megatron.model.mixers import recurrent
 from hybrid_megatron.model.mixers.attention import Attention
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops.swla import overlapped_windows
@@ -198,7 +198,7 @@ def test_swla_is_the_published_form(build, monkeypatch, way, mixer, position):
         return overlapped_windows(recurrence, inputs, scale=scale, window=48, stride=24, document_starts=layout.local_document_starts())
 
     before = output(plain, hidden())
-    monkeypatch.setattr(rwkv7 if mixer == "rwkv7" else linear, "recurrence_over_ranks", published)
+    monkeypatch.setattr(recurrent, "recurrence_over_ranks", published)
     assert relative_error(found, output(plain, hidden())) <= EXACT
     assert relative_error(found, before) > 1e-5
 

@@ -369,24 +369,24 @@ def test_recurrences_take_their_gates_in_float32(state, tiny_data, monkeypatch):
     taken = {}
 
     def spied(mixer) -> Callable:
-        def recurrence(*arguments):
-            found = original(*arguments)
-            taken[mixer.group.mixer] = [x.dtype for x in found[1]]
-            return found
+        def recur(recurrence, inputs, *more):
+            taken[mixer.group.mixer] = [x.dtype for x in inputs]
+            return original(recurrence, inputs, *more)
 
-        original = mixer.recurrence
-        return recurrence
+        original = mixer._recur
+        return recur
 
-    for name in ("all mixers, all options", "kda 2 : gla 1 : mamba2 1"):
+    for name in ("all mixers, all options", "kda 2 : gla 1 : mamba2 1", "gla 1 : rwkv7 1"):
         config = layer_config(tiny_data, name, "train.precision=bf16")
         [narrow] = build_model(config, plan_layers(config), state).decoder.layers
         for mixer in narrow.self_attention.mixers:
             if mixer.group.mixer in LINEAR:
-                monkeypatch.setattr(mixer, "recurrence", spied(mixer))
+                monkeypatch.setattr(mixer, "_recur", spied(mixer))
         through_layer(narrow, draw_hidden(config, 70).bfloat16(), None)
     vectors = [torch.bfloat16] * 3
     gates = {"gla": 1, "gdn": 2, "kda": 2, "lightning": 0, "mamba2": 1}
-    assert taken == {mixer: vectors + [torch.float32] * count for mixer, count in gates.items()}
+    expected = {mixer: vectors + [torch.float32] * count for mixer, count in gates.items()}
+    assert taken == expected | {"rwkv7": [*vectors, torch.float32, *vectors[:2]]}
 
 
 def through_layer(block, hidden: Tensor, starts: Tensor | None) -> Tensor:

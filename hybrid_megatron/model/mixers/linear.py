@@ -1,4 +1,4 @@
-"""What the linear mixers share: projections, short convolution, QK norm, RoPE, the recurrence over ranks, output norm and gate."""
+"""What the linear mixers but rwkv7 share: projections, short convolution, QK norm, RoPE, the recurrence over ranks, output norm and gate."""
 
 from abc import abstractmethod
 
@@ -10,18 +10,16 @@ from hybrid_megatron.config.schema import LinearConfig, ModelConfig, ParallelCon
 from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
-from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES, Mixer, all_to_all_problems
+from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES
+from hybrid_megatron.model.mixers.recurrent import RecurrentMixer
 from hybrid_megatron.model.mixers.softmax import GATES, busiest_halo
 from hybrid_megatron.ops.fused import fused
-from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
-from hybrid_megatron.ops.state_passing import recurrence_over_ranks
-from hybrid_megatron.ops.swla import SlidingWindow
 from hybrid_megatron.parallel import SequenceLayout
 
 
-class LinearMixer(Mixer):
+class LinearMixer(RecurrentMixer):
     """A unit is one key-value head with the query heads that share it (one, unless num_kv_heads says otherwise): rows [q of each query
     head, k, v, output gate of each query head, the mixer's own gates].
 
@@ -30,7 +28,6 @@ class LinearMixer(Mixer):
     norm statistics are float32.
     """
 
-    needs_fla = True
     activates = False
     """Whether q, k and v pass through SiLU without a convolution too."""
     positions_within_documents = False
@@ -165,14 +162,6 @@ class LinearMixer(Mixer):
                 f"pattern: {group} has {group.heads} heads of a layer, and with model.{name}.num_kv_heads={settings.num_kv_heads} every "
                 f"{cls.queries(model)} query heads share keys and values; give it a multiple of that many heads, or leave it null"
             )
-        if not problems and parallel.context > 1:
-            if parallel.context_linear == "all_to_all":
-                problems += all_to_all_problems("context_linear", str(group), group.heads, parallel, "states")
-            elif group.inference.swla_window is not None:
-                problems.append(
-                    f"inference.swla_window={group.inference.swla_window}: under parallel.context={parallel.context} it needs whole "
-                    "sequences on a rank; set parallel.context_linear=all_to_all or parallel.context=1"
-                )
         return problems
 
     def __init__(self, config, model, group, parallel, ranks):
@@ -210,7 +199,7 @@ class LinearMixer(Mixer):
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
         """What comes before the output norm [b, s, n, d]."""
-        return self._recur(*self.recurrence(q, k, v, parts), layout)
+        return self._recur(*self.recurrence(q, k, v, parts), self.scale(self.model), layout)
 
     def _gate_rows(self, parts: dict[str, Tensor]) -> Tensor:
         """What the output gate is made of [b, s, units, columns]."""
@@ -223,14 +212,6 @@ class LinearMixer(Mixer):
             return x.unflatten(-1, (-1, self.model.head_dim))
         x = _silu(x) if self.activates else x
         return x.unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3)
-
-    def _recur(self, recurrence: Recurrence, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
-        scale, inference = self.scale(self.model), self.group.inference
-        if inference.swla_window is not None:
-            recurrence = SlidingWindow(recurrence, inference.swla_window, inference.swla_stride)
-        if layout.size > 1 and self.parallel.context_linear == "all_to_all":
-            return recurrence_over_heads(recurrence, inputs, scale, layout, self.ranks.cp)
-        return recurrence_over_ranks(recurrence, inputs, scale, layout, self.ranks.cp)
 
     @classmethod
     def reference(

@@ -29,13 +29,11 @@ from hybrid_megatron.config.schema import ModelConfig, ParallelConfig
 from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions, rwkv7_initial
-from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES, Mixer, all_to_all_problems
+from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES
+from hybrid_megatron.model.mixers.recurrent import RecurrentMixer
 from hybrid_megatron.model.mixers.softmax import busiest_halo
 from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.generalized_delta_rule import STRONGEST_GATE, GeneralizedDeltaRule
-from hybrid_megatron.ops.head_exchange import recurrence_over_heads
-from hybrid_megatron.ops.state_passing import recurrence_over_ranks
-from hybrid_megatron.ops.swla import SlidingWindow
 from hybrid_megatron.ops.token_shift import shifted_projections
 from hybrid_megatron.parallel import SequenceLayout
 
@@ -43,7 +41,7 @@ MIXES = ("r", "k", "v", "w", "a", "g")
 """The order of the rows of `shift_mix`."""
 
 
-class RWKV7(Mixer):
+class RWKV7(RecurrentMixer):
     """A unit is one head. Parameters of the group's channels (its heads times head_dim), split with the units:
 
     r_proj, k_proj, v_proj [channels, h]; decay_up (W2), rate_up (A2), gate_up (G2) [channels, rank]; decay_bias (w_0), rate_bias (a_0), in
@@ -52,7 +50,6 @@ class RWKV7(Mixer):
     """
 
     default_position = "nope"
-    needs_fla = True
     takes_input = True
 
     # --- what is known without building it -------------------------------------------------------------------------------------
@@ -148,19 +145,6 @@ class RWKV7(Mixer):
         size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
         return received + heads * width * (context // size * (7 * element + 4) + 2 * size * width * STATE_BYTES)
 
-    @classmethod
-    def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:
-        problems = super().check(model, group, parallel, context)
-        if not problems and parallel.context > 1:
-            if parallel.context_linear == "all_to_all":
-                problems += all_to_all_problems("context_linear", str(group), group.heads, parallel, "states")
-            elif group.inference.swla_window is not None:
-                problems.append(
-                    f"inference.swla_window={group.inference.swla_window}: under parallel.context={parallel.context} it needs whole "
-                    "sequences on a rank; set parallel.context_linear=all_to_all or parallel.context=1"
-                )
-        return problems
-
     # --- the computation ---------------------------------------------------------------------------------------------------------
 
     def __init__(self, config, model, group, parallel, ranks):
@@ -189,7 +173,7 @@ class RWKV7(Mixer):
             r, k = (rotate(x, layout, self.model.rwkv7.rope_base, within_documents=True) for x in (r, k))
         decay, rate = F.linear(torch.tanh(low_decay), self.decay_up), F.linear(low_rate, self.rate_up)
         k, g, a, b = _recurrence_inputs(k, decay, rate, self.decay_bias, self.rate_bias, self.k_k, self.k_a)
-        o = self._recur((r, k, v, g, a, b), layout)
+        o = self._recur(GeneralizedDeltaRule(), (r, k, v, g, a, b), 1.0, layout)
         gate = F.linear(torch.sigmoid(low_gate), self.gate_up)
         eps = self.model.head_dim * self.model.norm_eps
         return _finished(o, r, k, v, gate, self.out_norm_weight, self.out_norm_bias, self.r_k, eps=eps)
@@ -200,15 +184,6 @@ class RWKV7(Mixer):
         downs = (self._for_all_heads(down) for down in (self.decay_down, self.rate_down, self.gate_down))
         weights = (self.r_proj, self.k_proj, self.v_proj, *downs)
         return shifted_projections(x, self._for_all_heads(self.shift_mix), weights, layout, self.ranks.cp)
-
-    def _recur(self, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
-        recurrence, inference = GeneralizedDeltaRule(), self.group.inference
-        if inference.swla_window is not None:
-            recurrence = SlidingWindow(recurrence, inference.swla_window, inference.swla_stride)
-        over = recurrence_over_ranks
-        if layout.size > 1 and self.parallel.context_linear == "all_to_all":
-            over = recurrence_over_heads
-        return over(recurrence, inputs, 1.0, layout, self.ranks.cp)
 
     @classmethod
     def reference(
