@@ -1,4 +1,4 @@
-"""What the linear mixers but rwkv7 share: projections, short convolution, QK norm, RoPE, the recurrence over ranks, output norm and gate."""
+"""What the linear mixers but rwkv7 share: projections, short convolution, QK norm, RoPE, the recurrence over ranks, output norm, gate."""
 
 from abc import abstractmethod
 
