@@ -4,14 +4,15 @@ The errors of the linear mixers' kernels as a table: a row for each kernel, head
 each tensor against the float64 definition. The file comes from the tests on a GPU:
 
     KERNEL_TABLE=kernels.jsonl python -m pytest tests/gpu/test_gated_linear_attention.py tests/gpu/test_fixed_decay.py \\
-        tests/gpu/test_gated_delta_rule.py
+        tests/gpu/test_gated_delta_rule.py tests/gpu/test_kimi_delta_rule.py tests/gpu/test_scalar_decay.py \\
+        tests/gpu/test_generalized_delta_rule.py
 """
 
 import json
 import sys
 from pathlib import Path
 
-COLUMNS = ("output", "final state", *(f"gradient of {name}" for name in ("q", "k", "v", "g", "beta", "initial state")))
+COLUMNS = ("output", "final state", *(f"gradient of {name}" for name in ("q", "k", "v", "g", "beta", "a", "b", "initial state")))
 
 
 def kind(case: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-EFFICIENT = ("rope", "swa", "gla", "gdn", "lightning")
+EFFICIENT = ("rope", "swa", "gla", "gdn", "kda", "lightning", "mamba2", "rwkv7")
 PATTERNS = ("rope", *(f"{mixer}_nope_{layout}" for mixer in EFFICIENT for layout in ("lh", "hh")), "hypenet_lightning", "swan_gpt")
 
 

@@ -1,4 +1,4 @@
-"""python benchmarks/tune_kernels.py [--mixers gdn,gla,lightning] [--widths 128,64] [--processes 8] [--out FILE]
+"""python benchmarks/tune_kernels.py [--mixers gdn,gla,...] [--widths 128,64] [--processes 8] [--out FILE]
 
 Finds the fastest configurations of flash-linear-attention's kernels on this machine's GPUs, for the shapes that recipes use: whole samples
 and masked documents, from their beginning or, under context parallelism, from a state, and the run that makes a transition matrix. Writes
@@ -27,13 +27,13 @@ sys.path.insert(0, str(ROOT))
 BATCH, TOKENS, HEADS = 8, 4096, 12
 KINDS = ("whole", "documents", "continued", "continued documents", "summary")
 """Samples from their beginning, or from a state that has a gradient, as under context parallelism; and what makes transition matrices."""
-SUMMARY_BY_KERNELS = ("gdn",)
+SUMMARY_BY_KERNELS = ("gdn", "kda", "rwkv7")
 """Mixers whose transition matrix is made by FLA's kernels; the others' summaries are sums in torch."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("--mixers", default="gdn,gla,lightning")
+    parser.add_argument("--mixers", default="gdn,gla,kda,lightning,mamba2,rwkv7")
     parser.add_argument("--widths", default="128,64")
     parser.add_argument("--processes", type=int, default=8, help="at once, a GPU")
     parser.add_argument("--out", type=Path)

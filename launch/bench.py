@@ -8,8 +8,8 @@ train.micro_batch=N fixes it. On a CPU, in half a minute:
 
     python -m launch bench 776m+rope+tiny 776m+gdn_nope_lh+tiny --contexts 128,256
 
---peers    beside each model size what one would use instead: Hugging Face's Llama, compiled, and where a recipe has gdn or gla, FLA's
-           own models; the table gets the ratios. On one GPU.
+--peers    beside each model size what one would use instead: Hugging Face's Llama, compiled, and where a recipe has gdn, gla, kda or rwkv7,
+           FLA's own models; the table gets the ratios. On one GPU.
 --profile  where a step's time goes: kernels by kind, gaps between them, how often the host waits for the device
 --rounds   measure everything so many times; figures and ratios are medians, ratios are taken within a round
 --gpus     run on N GPUs, through torchrun; parallel.tensor=2 and the like say how, the rest is data parallel

@@ -42,6 +42,33 @@ def gated_delta_rule(
     return torch.stack(outputs, 1), state
 
 
+def kimi_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = (I - b_t k_t^T k_t) Diag(e^{g_t}) S_{t-1} + b_t k_t^T v_t; shapes as for `gated_delta_rule`, but g [b, s, n, d_k]."""
+    eye = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
+
+    def transition(t: int) -> Tensor:
+        return (eye - beta[:, t, :, None, None] * k[:, t, :, :, None] @ k[:, t, :, None, :]) @ torch.diag_embed(torch.exp(g[:, t]))
+
+    return _with_transitions(q, k, beta[..., None] * v, transition, scale, initial_state, starts)
+
+
+def scalar_decay(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None = None, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S_t = e^{g_t} S_{t-1} + k_t^T v_t and o_t = scale q_t S_t, g [b, s, n]."""
+    eye = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
+    return _with_transitions(q, k, v, lambda t: torch.exp(g[:, t])[..., None, None] * eye, scale, initial_state, starts)
+
+
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor | None = None, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -55,6 +82,25 @@ def fixed_decay(
     """S_t = gamma_h S_{t-1} + k_t^T v_t and o_t = scale q_t S_t, ln gamma_h = log_decay [n]."""
     transition = torch.diag_embed(torch.exp(log_decay)[:, None].expand(-1, k.shape[-1]))
     return _with_transitions(q, k, v, lambda t: transition, scale, initial_state, starts)
+
+
+def generalized_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = (Diag(e^{g_t}) + b_t^T a_t) S_{t-1} + k_t^T v_t and o_t = scale q_t S_t; g, a, b [b, s, n, d_k]."""
+
+    def transition(t: int) -> Tensor:
+        return torch.diag_embed(torch.exp(g[:, t])) + b[:, t, :, :, None] @ a[:, t, :, None, :]
+
+    return _with_transitions(q, k, v, transition, scale, initial_state, starts)
 
 
 def _with_transitions(q, k, v, transition, scale, initial_state, starts) -> tuple[Tensor, Tensor]:
@@ -165,6 +211,11 @@ def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, allow_neg_ei
     return g, torch.sigmoid(b) * (2.0 if allow_neg_eigval else 1.0)
 
 
+def kda_gates(low: Tensor, up: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """g = -e^A softplus(W_2 W_1 x + dt) for low = W_1 x [b, s, rank], W_2 [n d, rank], dt [n d], A [n]: [b, s, n, d]."""
+    return -torch.exp(A_log)[:, None] * torch.log(1 + torch.exp(low @ up.T + dt_bias)).unflatten(-1, (len(A_log), -1))
+
+
 def gla_gates(low: Tensor, up: Tensor, bias: Tensor, temperature: float) -> Tensor:
     """g = logsigmoid(W_2 W_1 x + b) / temperature for low = W_1 x [b, s, rank], W_2 [n d, rank]; flat over heads and channels."""
     return -torch.log(1 + torch.exp(-(low @ up.T + bias))) / temperature
@@ -197,13 +248,22 @@ class Group:
 
     def unit_rows(self) -> list[tuple[str, int]]:
         """Rows of the input projection for one unit, in order."""
+        if self.mixer == "rwkv7":
+            return []  # it projects the layer's input itself
         rows = [("q", self.queries * self.head_dim), ("k", self.head_dim), ("v", self.head_dim)]
-        rows += [("z", self.queries * self.head_dim)] if self.output_gate != "none" else []
-        return rows + ([("a", self.queries), ("b", self.queries)] if self.mixer == "gdn" else [])
+        rows += [("z", self.queries * self.head_dim)] if self.output_gate != "none" and self.mixer != "kda" else []
+        return rows + [(name, self.queries) for name in {"gdn": ("a", "b"), "kda": ("b",), "mamba2": ("dt",)}.get(self.mixer, ())]
+
+    def shared_rows(self) -> list[tuple[str, int]]:
+        """Rows of the projection that all units share, in order."""
+        if self.mixer == "kda":
+            return [("low", self.head_dim)] + ([("low_z", self.head_dim)] if self.output_gate != "none" else [])
+        return [("low", self.gate_rank)] if self.mixer == "gla" else []
 
 
 Parts = dict[str, Tensor]
-"""What a group's projections give: q, z [b, s, n, d]; k, v [b, s, n_kv, d]; a, b [b, s, n]; low [b, s, gate_rank]; those it has."""
+"""What a group's projections give: q, z [b, s, n, d]; k, v [b, s, n_kv, d]; a, b, dt [b, s, n]; low, low_z [b, s, rank]; those it has. For
+rwkv7 x [b, s, h], the layer's input."""
 
 
 def attention(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
@@ -240,7 +300,64 @@ def gdn(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -
     return gated(rms_norm(mixed, own["out_norm"], group.norm_eps), x, group)
 
 
-MIXERS = {"attention": attention, "swa": swa, "gla": gla, "lightning": lightning, "gdn": gdn}
+def kda(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """Kimi Delta Attention: as gdn, with a gate of each channel, and gates through bottlenecks."""
+    q, k, v = linear_inputs(x, own, group, starts)
+    g = kda_gates(x["low"], own["gate_up"], own["A_log"], own["dt_bias"])
+    beta = torch.sigmoid(x["b"]) * (2.0 if group.allow_neg_eigval else 1.0)
+    mixed, _ = kimi_delta_rule(unit(q), unit(k), v, g, beta, group.head_dim**-0.5, starts=starts)
+    if group.output_gate != "none":
+        x = x | {"z": (x["low_z"] @ own["z_up"].T + own["z_bias"]).view_as(mixed)}
+    return gated(rms_norm(mixed, own["out_norm"], group.norm_eps), x, group)
+
+
+def mamba2(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """Mamba2 of many heads: S_t = e^{-e^A dt_t} S_{t-1} + dt_t k_t^T v_t, o_t = q_t S_t + D v_t, dt = softplus(W_dt x + bias)."""
+    q, k, v = linear_inputs(x, own, group, starts)
+    dt = torch.log(1 + torch.exp(x["dt"] + own["dt_bias"]))
+    mixed, _ = scalar_decay(q, dt[..., None] * k, v, -torch.exp(own["A_log"]) * dt, 1.0, starts=starts)
+    mixed = mixed + torch.einsum("n,bsnd->bsnd", own["D"], v)
+    return gated(rms_norm(mixed, own["out_norm"], group.norm_eps), x, group)
+
+
+def rwkv7(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Tensor:
+    """RWKV-7's time mixing, without the value residual; GroupNorm with eps d * norm_eps."""
+    p = rwkv7_inputs(x, own, group, starts)
+    removed = unit(p["k"] * by_head(own["k_k"], group))
+    k = p["k"] * (1 + (p["rate"] - 1) * by_head(own["k_a"], group))
+    mixed, _ = generalized_delta_rule(p["r"], k, p["v"], p["g"], -removed, removed * p["rate"], 1.0, starts=starts)
+    deviation = torch.sqrt(mixed.var(-1, correction=0, keepdim=True) + group.head_dim * group.norm_eps)
+    normal = (mixed - mixed.mean(-1, keepdim=True)) / deviation * by_head(own["out_norm_weight"], group)
+    weight = torch.einsum("bsnd,bsnd,nd->bsn", p["r"], k, by_head(own["r_k"], group))
+    return (normal + by_head(own["out_norm_bias"], group) + weight[..., None] * p["v"]) * p["gate"]
+
+
+def rwkv7_inputs(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> Parts:
+    """r, k, v, log decay g, rate and output gate [b, s, n, d], each from a mix of its own of each token with the one before."""
+    before = torch.zeros_like(x["x"])
+    for t in range(1, before.shape[1]):
+        begins = torch.zeros_like(before[:, 0, 0], dtype=torch.bool) if starts is None else starts[:, t]
+        before[~begins, t] = x["x"][~begins, t - 1]
+    mixed = dict(zip("rkvwag", (x["x"] + (before - x["x"]) * own["shift_mix"][:, None, None]).unbind(0)))
+    r, k, v = (by_head(mixed[name] @ own[f"{name}_proj"].T, group) for name in "rkv")
+    decay = torch.tanh(mixed["w"] @ own["decay_down"].T) @ own["decay_up"].T + own["decay_bias"]
+    rate = mixed["a"] @ own["rate_down"].T @ own["rate_up"].T + own["rate_bias"]
+    gate = torch.sigmoid(mixed["g"] @ own["gate_down"].T) @ own["gate_up"].T
+    return {
+        "r": positioned(r, group, starts), "k": positioned(k, group, starts), "v": v,
+        "g": by_head(-torch.sigmoid(decay) / math.sqrt(math.e), group),
+        "rate": by_head(torch.sigmoid(rate), group), "gate": by_head(gate, group),
+    }  # fmt: skip
+
+
+def by_head(x: Tensor, group: Group) -> Tensor:
+    """[..., n d] -> [..., n, d]."""
+    return x.unflatten(-1, (group.heads, group.head_dim))
+
+
+MIXERS = {
+    "attention": attention, "swa": swa, "gla": gla, "gdn": gdn, "kda": kda, "lightning": lightning, "mamba2": mamba2, "rwkv7": rwkv7,
+}  # fmt: skip
 
 
 def linear_inputs(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,10 +367,10 @@ def linear_inputs(x: Parts, own: dict[str, Tensor], group: Group, starts: Tensor
         part = x[name]
         if group.short_conv:
             part = short_convolution(part.flatten(2), own[f"conv_{name}"], starts).view_as(part)
-        if group.short_conv or group.mixer == "gdn":
+        if group.short_conv or group.mixer in ("gdn", "kda"):
             part = silu(part)
         if name != "v":
-            part = positioned(normalised(part, own, f"{name}_norm", group), group, starts if group.mixer == "gla" else None)
+            part = positioned(normalised(part, own, f"{name}_norm", group), group, starts if group.mixer in ("gla", "kda") else None)
         if name != "q":
             part = torch.stack([part[:, :, head // group.queries] for head in range(group.heads)], 2)
         found[name] = part
@@ -281,11 +398,17 @@ def gated(o: Tensor, x: Parts, group: Group) -> Tensor:
 
 
 def log_gates(x: Parts, own: dict[str, Tensor], group: Group) -> Tensor:
-    """What a group's states decay by at each token: gla [b, s, n, d], gdn and lightning [b, s, n]."""
+    """What a group's states decay by at each token: gla, kda and rwkv7 [b, s, n, d], gdn, lightning and mamba2 [b, s, n]."""
+    if group.mixer == "rwkv7":
+        return rwkv7_inputs(x, own, group, None)["g"]
     if group.mixer == "gla":
         return gla_gates(x["low"], own["gate_up"], own["gate_bias"], group.gate_temperature).view(*x["q"].shape)
     if group.mixer == "gdn":
         return gdn_gates(x["a"], x["b"], own["A_log"], own["dt_bias"], False)[0]
+    if group.mixer == "kda":
+        return kda_gates(x["low"], own["gate_up"], own["A_log"], own["dt_bias"])
+    if group.mixer == "mamba2":
+        return -torch.exp(own["A_log"]) * torch.log(1 + torch.exp(x["dt"] + own["dt_bias"]))
     return lightning_log_decay(group.heads).to(x["q"]).expand(x["q"].shape[:3])
 
 
@@ -311,14 +434,17 @@ def layer_parts(weights: dict[str, Tensor], hidden: Tensor, groups: list[Group])
         for name, width in groups[i].unit_rows():
             rows[i][name].append(weights["in_proj.weight"][row : row + width])
             row += width
-    assert row == weights["in_proj.weight"].shape[0]
+    assert row == (weights["in_proj.weight"].shape[0] if "in_proj.weight" in weights else 0)
     found, shared_row = [], 0
     for group, own_rows in zip(groups, rows):
+        if group.mixer == "rwkv7":
+            found.append({"x": hidden})
+            continue
         x = {name: hidden @ torch.cat(pieces).T for name, pieces in own_rows.items()}
-        x = {name: part if name in ("a", "b") else part.unflatten(-1, (-1, group.head_dim)) for name, part in x.items()}
-        if group.mixer == "gla":
-            x["low"] = hidden @ weights["shared_proj.weight"][shared_row : shared_row + group.gate_rank].T
-            shared_row += group.gate_rank
+        x = {name: part if name in ("a", "b", "dt") else part.unflatten(-1, (-1, group.head_dim)) for name, part in x.items()}
+        for name, width in group.shared_rows():
+            x[name] = hidden @ weights["shared_proj.weight"][shared_row : shared_row + width].T
+            shared_row += width
         found.append(x)
     assert shared_row == (weights["shared_proj.weight"].shape[0] if "shared_proj.weight" in weights else 0)
     return found

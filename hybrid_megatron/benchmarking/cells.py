@@ -12,7 +12,7 @@ PATTERNS = (
 """Of the papers' main comparison, as far as their global layers have no position."""
 RECIPES = tuple(f"776m+{pattern}" for pattern in PATTERNS)
 CONTEXTS = (4096, 32_768)
-PEERS = {"llama": None, "fla_gdn": "gdn", "fla_gla": "gla"}
+PEERS = {"llama": None, "fla_gdn": "gdn", "fla_gla": "gla", "fla_kda": "kda", "fla_rwkv7": "rwkv7"}
 """Names of peers (peers.py), each with the mixer that a recipe must have for it to run beside it; None: beside every recipe."""
 WARMUP_STEPS = 3
 """After the first step and before the timed ones."""

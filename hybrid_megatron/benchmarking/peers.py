@@ -1,5 +1,7 @@
 """What one would train with instead, at the same width, depth, FFN and vocabulary: Hugging Face's Llama under torch.compile, and FLA's own
-models. Each with its own default loss, weights and moments in bfloat16 as its users have them, and torch's fused AdamW."""
+models. Each with its own default loss, weights and moments in bfloat16 as its users have them, and torch's fused AdamW.
+
+FLA's Mamba2 is no peer: without the package mamba_ssm its layer falls back to a form in plain torch that nobody would train with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from hybrid_megatron.benchmarking.steps import time_steps
 from hybrid_megatron.config.schema import ModelConfig, PatternEntry, RunConfig
 from hybrid_megatron.errors import RunError
 from hybrid_megatron.model.accounting import account
+from hybrid_megatron.model.mixers.rwkv7 import RWKV7
 from hybrid_megatron.model.pattern import plan_layers
 
 
@@ -54,6 +57,22 @@ def _fla_gla(model: ModelConfig, context: int):
     return GLAConfig(**_sizes(model), num_heads=model.num_heads, expand_k=1.0, expand_v=1.0)
 
 
+def _fla_kda(model: ModelConfig, context: int):
+    from fla.models import KDAConfig
+
+    return KDAConfig(**_sizes(model), num_heads=model.num_heads, head_dim=model.head_dim, expand_v=1.0)
+
+
+def _fla_rwkv7(model: ModelConfig, context: int):
+    """With the bottlenecks of our own layers, RWKV-7's value residual and channel mixing: two matrices for SwiGLU's three."""
+    from fla.models import RWKV7Config
+
+    decay, rate, gate = RWKV7.ranks_of(model)
+    ranks = {"decay_low_rank_dim": decay, "a_low_rank_dim": rate, "gate_low_rank_dim": gate}
+    sizes = _sizes(model) | {"intermediate_size": model.ffn_size * 3 // 2}
+    return RWKV7Config(**sizes, **ranks, head_dim=model.head_dim)
+
+
 def _sizes(model: ModelConfig) -> dict:
     return {
         "hidden_size": model.hidden_size,
@@ -69,6 +88,8 @@ _PEERS = {
     "llama": Peer("Hugging Face Llama", _llama, PatternEntry(mixer="attention", position="rope"), compiled=True, needs_cuda=False),
     "fla_gdn": Peer("FLA Gated DeltaNet", _fla_gdn, PatternEntry(mixer="gdn")),
     "fla_gla": Peer("FLA GLA", _fla_gla, PatternEntry(mixer="gla")),
+    "fla_kda": Peer("FLA Kimi Delta Attention", _fla_kda, PatternEntry(mixer="kda")),
+    "fla_rwkv7": Peer("FLA RWKV-7", _fla_rwkv7, PatternEntry(mixer="rwkv7")),
 }
 
 

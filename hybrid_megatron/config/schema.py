@@ -39,7 +39,7 @@ class SWAConfig(SoftmaxConfig):
 
 @dataclass
 class LinearConfig:
-    """Settings that the linear mixers share."""
+    """Settings that the linear mixers share, all but rwkv7."""
 
     rope_base: float = 10_000.0
     """Base of the rotary position embedding of heads with `position: rope`."""
@@ -72,11 +72,45 @@ class GDNConfig(LinearConfig):
 
 
 @dataclass
+class KDAConfig(LinearConfig):
+    """Settings of the mixer `kda` (Kimi Delta Attention). Its output gate is made through a bottleneck of head_dim."""
+
+    output_gate: str = "sigmoid"
+    allow_neg_eigval: bool = False
+    """As gdn's."""
+
+
+@dataclass
 class LightningConfig(LinearConfig):
     """Settings of the mixer `lightning` (linear attention with a fixed decay a head, as in HypeNet)."""
 
     qk_norm: bool = True
     output_gate: str = "sigmoid"
+
+
+@dataclass
+class Mamba2Config(LinearConfig):
+    """Settings of the mixer `mamba2` (Mamba2 with a query and a key of each head, as in HypeNet)."""
+
+
+@dataclass
+class RWKV7Config:
+    """Settings of the mixer `rwkv7`, which has RWKV-7's own norms and output gate."""
+
+    absent = {
+        "value_residual": "RWKV-7's would tie v of every layer to that of the first, and a layer of a hybrid stands by itself",
+        **dict.fromkeys(("qk_norm", "output_gate"), "RWKV-7 has its own norms and output gate"),
+        **dict.fromkeys(("short_conv", "num_kv_heads"), "RWKV-7 has a token shift for a convolution, and keys and values of each head"),
+    }
+    """No settings, but why there are none where one may look for them; setting_types.py says it."""
+    rope_base: float = 10_000.0
+    """Base of the rotary position embedding of heads with `position: rope`."""
+    decay_rank: Optional[int] = None
+    """Width between the two matrices of the decay; null: 2.5 sqrt(hidden_size) head_dim / 64, in multiples of 32."""
+    rate_rank: Optional[int] = None
+    """The same of the rate at which a state's rows are replaced; null: as for the decay."""
+    gate_rank: Optional[int] = None
+    """The same of the output gate; null: 5 sqrt(hidden_size), in multiples of 32."""
 
 
 @dataclass
@@ -101,7 +135,10 @@ class ModelConfig:
     swa: SWAConfig = field(default_factory=SWAConfig)
     gla: GLAConfig = field(default_factory=GLAConfig)
     gdn: GDNConfig = field(default_factory=GDNConfig)
+    kda: KDAConfig = field(default_factory=KDAConfig)
     lightning: LightningConfig = field(default_factory=LightningConfig)
+    mamba2: Mamba2Config = field(default_factory=Mamba2Config)
+    rwkv7: RWKV7Config = field(default_factory=RWKV7Config)
 
 
 @dataclass
@@ -109,7 +146,7 @@ class HeadShare:
     """Some of the heads of a head-wise layer."""
 
     mixer: str = MISSING
-    """Name of a mixer: attention, swa, gla, gdn or lightning."""
+    """Name of a mixer: attention, swa, gla, gdn, kda, lightning, mamba2 or rwkv7."""
     position: Optional[str] = None
     """rope or nope, as in PatternEntry."""
     share: int = 1
@@ -121,9 +158,9 @@ class PatternEntry:
     """One entry of `pattern`: layers of one mixer (`mixer`), or layers whose heads have different ones (`heads`)."""
 
     mixer: Optional[str] = None
-    """Name of a mixer: attention, swa, gla, gdn or lightning."""
+    """Name of a mixer: attention, swa, gla, gdn, kda, lightning, mamba2 or rwkv7."""
     position: Optional[str] = None
-    """rope or nope. attention must say which; swa and lightning have rope and gla and gdn nope unless said otherwise."""
+    """rope or nope. attention must say which; swa and lightning have rope and the other mixers nope unless said otherwise."""
     heads: list[HeadShare] = field(default_factory=list)
     """Instead of `mixer`: the mixers that share the heads of one layer."""
     repeat: int = 1

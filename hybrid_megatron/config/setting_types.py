@@ -48,7 +48,7 @@ def type_problems(value, expected, where: str, schema: type, key: str = "") -> l
         for name, below in value.items():
             path = f"{key}.{name}".lstrip(".")
             if name not in _fields(expected):
-                problems.append(f"{where}: {path} is not a setting{_suggest(str(name), _fields(expected), key, schema)}")
+                problems.append(f"{where}: {path} is not a setting{_reason_or_nearest(str(name), expected, key, schema)}")
             else:
                 problems += type_problems(below, _fields(expected)[name], where, schema, path)
         return problems
@@ -78,6 +78,12 @@ def type_problems(value, expected, where: str, schema: type, key: str = "") -> l
 
 def _fields(cls) -> dict[str, type]:
     return typing.get_type_hints(cls)
+
+
+def _reason_or_nearest(name: str, section: type, key: str, schema: type) -> str:
+    """What follows 'is not a setting': why there is none, where the section says so, or what may have been meant."""
+    absent = getattr(section, "absent", {})
+    return f": {absent[name]}" if name in absent else _suggest(name, _fields(section), key, schema)
 
 
 def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> str:

@@ -5,7 +5,7 @@ They need no other checkpoint, since none of them has parameters. Each acts on t
     logit_scale     attention without position    log, hype or constant (model/attention/logit_scale.py)
     dynamic_ntk     attention with RoPE           its base grows with the input
     rope_window     attention with RoPE           sees a window only (SWA-4k)
-    swla_window     gla, gdn, lightning           the recurrence sees a window only, in strides (ops/swla.py)
+    swla_window     linear mixers                 the recurrence sees a window only, in strides (ops/swla.py)
 """
 
 import math
@@ -18,6 +18,7 @@ from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan
 
 LOGIT_SCALES = ("none", "log", "hype", "constant")
+_LINEAR = " or ".join(", ".join(name for name, mixer in MIXERS.items() if mixer.needs_fla).rsplit(", ", 1))
 
 
 def with_inference(plan: LayerPlan, settings: InferenceConfig, trained_context: int) -> LayerPlan:
@@ -35,7 +36,7 @@ def with_inference(plan: LayerPlan, settings: InferenceConfig, trained_context: 
         "logit_scale": (settings.logit_scale != "none", "attention without position"),
         "dynamic_ntk": (settings.dynamic_ntk, "attention with RoPE"),
         "window": (settings.rope_window is not None, "attention with RoPE"),
-        "swla_window": (settings.swla_window is not None, "gla, gdn or lightning"),
+        "swla_window": (settings.swla_window is not None, _LINEAR),
     }
     for name, (wanted, heads) in asked.items():
         if wanted and name not in used:

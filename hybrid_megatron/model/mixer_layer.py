@@ -34,10 +34,13 @@ class MixerLayer(MegatronModule):
         self.ranks = pg_collection
         self.order = UnitOrder(model, layer.groups)
         shared = dict(config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=pg_collection.tp)
-        self.in_proj = ColumnParallelLinear(model.hidden_size, self.order.rows, gather_output=False, skip_bias_add=False, **shared)
+        if self.order.rows:
+            self.in_proj = ColumnParallelLinear(model.hidden_size, self.order.rows, gather_output=False, skip_bias_add=False, **shared)
         if self.order.shared:
             self.shared_proj = SharedProjection(config, model.hidden_size, self.order.shared, pg_collection)
         self.mixers = torch.nn.ModuleList(MIXERS[group.mixer](config, model, group, parallel, pg_collection) for group in layer.groups)
+        for mixer in self.mixers:
+            mixer.layer_number = layer.number
         self.out_proj = RowParallelLinear(self.order.columns, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared)
 
     def forward(self, hidden: Tensor, attention_mask=None, *, packed_seq_params: SequenceLayout, **_unused) -> tuple[Tensor, None]:
@@ -45,13 +48,21 @@ class MixerLayer(MegatronModule):
 
         TransformerBlock hands `packed_seq_params` from the model to every layer untouched; it carries the sequence layout.
         """
-        projected, _ = self.in_proj(hidden)
-        parts = cut_batch_first(projected, self.order)
+        parts = cut_batch_first(self.in_proj(hidden)[0], self.order) if self.order.rows else [{} for _ in self.mixers]
+        if any(mixer.takes_input for mixer in self.mixers):
+            x = self._whole_input(hidden).transpose(0, 1)
+            parts = [part | {"x": x} if mixer.takes_input else part for mixer, part in zip(self.mixers, parts)]
         if self.order.shared:
             shared = self.order.cut_shared(self.shared_proj(hidden).transpose(0, 1))
             parts = [own | common for own, common in zip(parts, shared)]
         mixed = [mixer.mix(part, packed_seq_params) for mixer, part in zip(self.mixers, parts)]
         return self.out_proj(self.order.join(mixed).transpose(0, 1).contiguous())
+
+    def _whole_input(self, hidden: Tensor) -> Tensor:
+        """hidden [s, b, h] with all tokens of this context rank; the backward pass sums what the tensor ranks' heads make of it."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.ranks.tp)
+        return copy_to_tensor_model_parallel_region(hidden, group=self.ranks.tp)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
         """Projections by megatron-core's own rule; the mixers' parameters split as they are marked."""
@@ -63,7 +74,7 @@ class MixerLayer(MegatronModule):
         state = make_sharded_tensors_for_checkpoint(
             own, prefix, split, sharded_offsets, tp_group=self.ranks.tp, dp_cp_group=metadata["dp_cp_group"]
         )
-        for name in ("in_proj", "out_proj"):
+        for name in ("in_proj", "out_proj") if self.order.rows else ("out_proj",):
             state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.ranks.tp)
         return state
 
@@ -118,7 +129,8 @@ def layer_reference(
     `weights` holds the layer's parameters by their names, e.g. `in_proj.weight` and `mixers.0.A_log`.
     """
     order = UnitOrder(model, layer.groups)
-    parts = order.cut(hidden @ weights["in_proj.weight"].T)
+    parts = order.cut(hidden @ weights["in_proj.weight"].T) if order.rows else [{} for _ in layer.groups]
+    parts = [part | {"x": hidden} if MIXERS[group.mixer].takes_input else part for group, part in zip(layer.groups, parts)]
     if order.shared:
         shared = order.cut_shared(hidden @ weights["shared_proj.weight"].T)
         parts = [own | common for own, common in zip(parts, shared)]

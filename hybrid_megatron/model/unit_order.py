@@ -68,7 +68,7 @@ class UnitOrder:
         widths = [inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows)]
         parts = projected.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
         return [
-            dict(zip(rows, part.unflatten(-1, (inside, -1)).split(list(rows.values()), dim=-1)))
+            dict(zip(rows, part.unflatten(-1, (inside, sum(rows.values()))).split(list(rows.values()), dim=-1)))
             for part, inside, rows in zip(parts, self._inside, self._rows)
         ]
 

@@ -1,6 +1,7 @@
 """Recurrences that decay and add: S_t = e^{g_t} S_{t-1} + k_t^T v_t, o_t = scale * q_t S_t, per head, with log decays g_t <= 0.
 
-What gated linear attention (g_t a vector over the rows of S) and linear attention with a fixed decay (a number a head) share.
+What gated linear attention (g_t a vector over the rows of S), its form with one gate a head and linear attention with a fixed decay (a
+number a head) share. The delta rules with a gate of each row take their decays between tokens from here too.
 """
 
 import torch
@@ -18,6 +19,21 @@ def recurrent(q, k, v, g, *, scale: float, initial_state=None, document_starts=N
         state = state * g[:, t, :, :, None].exp() + torch.einsum("bnk,bnv->bnkv", k[:, t], v[:, t])
         outputs.append(scale * torch.einsum("bnk,bnkv->bnv", q[:, t], state))
     return torch.stack(outputs, dim=1), state
+
+
+def between_tokens(g: Tensor, seen: Tensor) -> Tensor:
+    """[b, n, count, chunk, chunk + 1, W]: at [t, j + 1] the product of the decays after token j up to token t of a chunk, and at [t, 0] of
+    all up to t; zero where t does not see j. g [b, n, count, chunk, W] are log decays, `seen` as `chunks.visible` makes it.
+
+    Each pair of tokens has its own sum of gates. Neither a difference of sums nor a quotient of products is taken, so that strong gates
+    cost weak ones no digits, and nothing overflows.
+    """
+    chunk = g.shape[-2]
+    place = torch.arange(chunk, device=g.device)
+    begin = torch.arange(chunk + 1, device=g.device)[:, None]
+    spans = (begin <= place) & (place <= place[:, None, None])  # [t, j + 1, l]: whether token l is one of j + 1 .. t
+    sums = (spans.flatten(0, 1).to(g.dtype) @ g).unflatten(-2, (chunk, chunk + 1))
+    return sums.masked_fill(~seen[..., None], float("-inf")).exp()
 
 
 def through_chunks(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, decay: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -97,13 +97,13 @@ class GatedDeltaRule(Recurrence):
 
     def summary(self, inputs, document_starts=None):
         """Both by the recurrence itself: with values [v | 0] and initial state [0 | I], the final state is [added | transition]."""
-        q, k, v, g, beta = inputs
+        q, k, v, *gates = inputs
         wide = torch.promote_types(k.dtype, torch.float32)
         width_k, width_v = k.shape[-1], v.shape[-1]
         identity = torch.eye(width_k, dtype=wide, device=k.device).expand(k.shape[0], k.shape[2], width_k, width_k)
         start = torch.cat((identity.new_zeros(*identity.shape[:3], width_v), identity), dim=-1)
         padded = torch.cat((v, v.new_zeros(*v.shape[:-1], width_k)), dim=-1)
-        _, final = self.run((q, k, padded, g, beta), scale=1.0, initial_state=start, document_starts=document_starts)
+        _, final = self.run((q, k, padded, *gates), scale=1.0, initial_state=start, document_starts=document_starts)
         added, transition = final.split((width_v, width_k), dim=-1)
         return transition, added
 

@@ -44,22 +44,12 @@ class GatedLinearAttention(Recurrence):
 
 
 def chunked(q, k, v, g, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:
-    """(o, final state) in chunks of 16 tokens, for the CPU; float32 for lower precisions, the given dtype otherwise.
-
-    Within a chunk each pair of tokens has its own sum of gates. Neither a difference of sums nor a quotient of products is taken, so that
-    strong gates cost weak ones no digits, and nothing overflows.
-    """
+    """(o, final state) in chunks of 16 tokens, for the CPU; float32 for lower precisions, the given dtype otherwise."""
     work = torch.promote_types(q.dtype, torch.float32)
     length, out_dtype = q.shape[1], v.dtype
     q, k, v, g = (cut(x, CHUNK, work) for x in (q, k, v, g))
     q = q * scale
-
-    place = torch.arange(CHUNK, device=q.device)
-    begin = torch.arange(CHUNK + 1, device=q.device)[:, None]
-    spans = (begin <= place) & (place <= place[:, None, None])  # [t, j + 1, l]: whether token l is one of j + 1 .. t
-    sums = (spans.flatten(0, 1).to(work) @ g).unflatten(-2, (CHUNK, CHUNK + 1))
-    decays = sums.masked_fill(~visible(document_starts, CHUNK, q.device)[..., None], float("-inf")).exp()
-
+    decays = decay.between_tokens(g, visible(document_starts, CHUNK, q.device))
     scores = (q[..., :, None, :] * decays[..., 1:, :] * k[..., None, :, :]).sum(-1)
     o, final = decay.through_chunks(q, k, v, scores, decays, initial_state)
     return join(o, length).to(out_dtype), final

@@ -12,7 +12,10 @@ from torch import Tensor
 from hybrid_megatron.ops.fixed_decay import FixedDecay, lightning_log_decay
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
+from hybrid_megatron.ops.generalized_delta_rule import STRONGEST_GATE, GeneralizedDeltaRule
+from hybrid_megatron.ops.kimi_delta_rule import KimiDeltaRule
 from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.scalar_decay import ScalarDecay
 
 TOKENS = 150
 """Two whole chunks of 64 tokens, and one that is not."""
@@ -73,9 +76,15 @@ def example(
         return FixedDecay(lightning_log_decay(heads).to(device)), tuple(x.to(dtype) for x in (q, k, v))
     if mixer == "gla":
         return GatedLinearAttention(), (*(x.to(dtype) for x in (q, k, v)), F.logsigmoid(gate) / 16)
-    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    g, beta = F.logsigmoid(gate[..., 0]) / 16, 2 * gate[..., 1].sigmoid()
-    return GatedDeltaRule(), (*(x.to(dtype) for x in (q, k, v)), g, beta)
+    if mixer == "mamba2":
+        return ScalarDecay(), (*(x.to(dtype) for x in (q, k, v)), F.logsigmoid(gate[..., 0]) / 16)
+    if mixer == "rwkv7":
+        removed, rate = F.normalize(gate, dim=-1), gate.flip(1).sigmoid()
+        q, k, v, a, b = (x.to(dtype) for x in (q, k, v, -removed, removed * rate))
+        return GeneralizedDeltaRule(), (q, k, v, STRONGEST_GATE * gate.flip(2).sigmoid(), a, b)
+    q, k, v = (x.to(dtype) for x in (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+    g, beta = F.logsigmoid(gate) / 16, 2 * gate[..., 1].sigmoid()
+    return (KimiDeltaRule(), (q, k, v, g, beta)) if mixer == "kda" else (GatedDeltaRule(), (q, k, v, g[..., 0], beta))
 
 
 def _device_name(device: torch.device) -> str:

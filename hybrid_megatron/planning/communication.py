@@ -4,6 +4,8 @@ Letters as in memory.py. An all-gather or reduce-scatter of B bytes over n ranks
 """
 
 from hybrid_megatron.model.mixers import MIXERS
+from hybrid_megatron.model.pattern import Layer
+from hybrid_megatron.model.unit_order import UnitOrder
 from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.planning.memory import rank_params
 
@@ -38,15 +40,24 @@ def _tensor(layout: Layout, stage: int) -> float:
     hidden states before the loss. Layers or blocks that are recomputed do their forward pass again.
     """
     config = layout.config
-    sequence, recompute = config.parallel.sequence, config.train.recompute
-    forward = 4 if sequence else 2
-    again = {"none": 0, "selective": forward // 2, "full": forward}[recompute]
-    each = forward + again + (6 if sequence else 2)
-    count = each * sum(len(chunk) for chunk in layout.chunks(stage))
+    sequence = config.parallel.sequence
+    count = sum(_collectives(layout, layer) for chunk in layout.chunks(stage) for layer in chunk)
     ends = (stage == 0) + (stage == config.parallel.pipeline - 1)
     count += ends * (2 if sequence else 1)
     whole = config.model.hidden_size * layout.local_tokens * layout.element
     return count * (1 if sequence else 2) * _over(config.parallel.tensor) * whole * layout.micro_batches
+
+
+def _collectives(layout: Layout, layer: Layer) -> int:
+    """Of a layer, forward and backward. Where mixers project the layer's input themselves, it is gathered for them, and its gradient
+    summed, beside that of the input projection or, if there is none, in its place; it is kept, so nothing gathers it again."""
+    sequence, recompute = layout.config.parallel.sequence, layout.config.train.recompute
+    takes = any(MIXERS[group.mixer].takes_input for group in layer.groups)
+    beside = takes and UnitOrder(layout.config.model, layer.groups).rows > 0
+    forward = 4 + beside if sequence else 2
+    backward = 6 + beside - (takes and not beside) if sequence else 2 + beside
+    again = {"none": 0, "selective": 2 if sequence else 1, "full": forward}[recompute]
+    return forward + again + backward
 
 
 def _context(layout: Layout, stage: int) -> float:

@@ -196,12 +196,16 @@ def mlp_bytes(layout: Layout) -> int:
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
-    """The mixers' own `activation_bytes` / T (rows that all units share: whole), copies into unit order, what context parallelism adds."""
+    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), copies into unit order, what context parallelism adds,
+    and under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
     model, tensor, tokens, element = layout.config.model, layout.config.parallel.tensor, layout.local_tokens, layout.element
     order = UnitOrder(model, layer.groups)
-    shared = order.shared * tokens * element
-    kept = sum(MIXERS[group.mixer].activation_bytes(model, group, tokens, element) for group in layer.groups)
-    return (kept - shared + order.copied_rows(element) * tokens * element) // tensor + shared + _context(layout, layer)
+    mixers = [(MIXERS[group.mixer], group) for group in layer.groups]
+    whole = sum(mixer.whole_activation_bytes(model, group, tokens, element) for mixer, group in mixers)
+    kept = sum(mixer.activation_bytes(model, group, tokens, element) for mixer, group in mixers)
+    split = (kept - whole + order.copied_rows(element) * tokens * element) // tensor
+    gathered = layout.residual_share > 1 and any(mixer.takes_input for mixer, _ in mixers)
+    return split + whole + (_residual(layout) * layout.residual_share if gathered else 0) + _context(layout, layer)
 
 
 def _context(layout: Layout, layer: Layer) -> int:

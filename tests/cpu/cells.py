@@ -1,6 +1,7 @@
 """What runs inside the ranks of parity tests: one step's loss and gradients, and short trainings."""
 
 import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hybrid_megatron.config.megatron import ddp_config, sharding_metadata
 from hybrid_megatron.data import BatchStream, open_dataset
 from hybrid_megatron.model.hybrid_model import build_chunks
 from hybrid_megatron.model.initialize import sharded_tensors
+from hybrid_megatron.model.mixers import Mixer
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
 from hybrid_megatron.training.build import reduced
@@ -54,6 +56,13 @@ def losses_and_gradients(words: list[str], at_step: int = 0) -> tuple[Losses, li
             for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
                 parameter.data = parameter.main_grad.clone()
         return losses, parameters, _shards(chunks, state)
+
+
+def mixers_left(words: list[str]) -> int:
+    """How many mixers this process still has after a step's losses and gradients."""
+    losses_and_gradients(words)
+    gc.collect()
+    return sum(isinstance(thing, Mixer) for thing in gc.get_objects())
 
 
 def _shards(chunks, state) -> list[tuple]:

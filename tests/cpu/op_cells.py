@@ -16,6 +16,7 @@ from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.state_passing import recurrence_over_ranks
+from hybrid_megatron.ops.token_shift import shifted_projections
 from hybrid_megatron.parallel import SequenceLayout, start
 from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_from_heads
 from megatron.core.dist_checkpointing.mapping import apply_factories
@@ -48,6 +49,19 @@ def mixing_over_ranks(
             o = over(recurrence, tuple(leaves), scale, layout, state.groups.cp)
         (o * layout.local(weights)).sum().backward()
         return layout.positions("cpu"), o.detach(), [x.grad for x in leaves]
+
+
+def shift_over_ranks(
+    size: int, tensors: list[Tensor], sums: list[Tensor], starts: Tensor | None
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """(local positions, local outputs of the token shift, gradients of the local x, of mixes and matrices) over `size` context ranks."""
+    with start(ParallelConfig(context=size), 0) as state:
+        x, *rest = tensors
+        layout = SequenceLayout(x.shape[1], size, state.context_rank, starts)
+        leaves = [tensor.clone().requires_grad_() for tensor in (layout.local(x), *rest)]
+        outputs = shifted_projections(leaves[0], leaves[1], tuple(leaves[2:]), layout, state.groups.cp)
+        sum((y * layout.local(w)).sum() for y, w in zip(outputs, sums)).backward()
+        return layout.positions("cpu"), [y.detach() for y in outputs], [leaf.grad for leaf in leaves]
 
 
 def exchange_of_heads(size: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

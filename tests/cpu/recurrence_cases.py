@@ -9,10 +9,13 @@ from torch import Tensor
 from hybrid_megatron.ops.fixed_decay import FixedDecay, lightning_log_decay
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
+from hybrid_megatron.ops.generalized_delta_rule import GeneralizedDeltaRule
+from hybrid_megatron.ops.kimi_delta_rule import KimiDeltaRule
 from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.scalar_decay import ScalarDecay
 from tests import definitions
 
-KINDS = ("gdn", "gla", "lightning")
+KINDS = ("gdn", "gla", "kda", "lightning", "mamba2", "rwkv7")
 SCALE = 0.3
 EXACT = 1e-12
 """Relative norm in float64."""
@@ -24,11 +27,12 @@ type Form = Callable[[tuple[Tensor, ...], Tensor | None, Tensor | None], tuple[T
 def rule_of(kind: str, heads: int = 3) -> Recurrence:
     if kind == "lightning":
         return FixedDecay(lightning_log_decay(heads))
-    return {"gdn": GatedDeltaRule, "gla": GatedLinearAttention}[kind]()
+    rules = {"gdn": GatedDeltaRule, "gla": GatedLinearAttention, "kda": KimiDeltaRule, "mamba2": ScalarDecay, "rwkv7": GeneralizedDeltaRule}
+    return rules[kind]()
 
 
 def draw(kind: str, length: int, heads: int = 3, width_k: int = 8, width_v: int = 6, batch: int = 2) -> tuple[Tensor, ...]:
-    """Inputs in float64: unit q and k, gates of a fresh model, beta in (0, 2)."""
+    """Inputs in float64: unit q and k, gates of a fresh model, beta in (0, 2); rwkv7's a and b remove up to all of a unit direction."""
     random = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -36,8 +40,15 @@ def draw(kind: str, length: int, heads: int = 3, width_k: int = 8, width_v: int 
 
     q, k = (F.normalize(normal(batch, length, heads, width_k), dim=-1) for _ in range(2))
     v = normal(batch, length, heads, width_v)
-    if kind == "gdn":
-        return q, k, v, -F.softplus(normal(batch, length, heads) - 2), 2 * torch.sigmoid(normal(batch, length, heads))
+    if kind in ("gdn", "kda"):
+        channels = () if kind == "gdn" else (width_k,)
+        return q, k, v, -F.softplus(normal(batch, length, heads, *channels) - 2), 2 * torch.sigmoid(normal(batch, length, heads))
+    if kind == "mamba2":
+        return q, k, v, -F.softplus(normal(batch, length, heads) - 2)
+    if kind == "rwkv7":
+        g = -torch.sigmoid(normal(batch, length, heads, width_k) - 1) * 0.6
+        removed = F.normalize(normal(batch, length, heads, width_k), dim=-1)
+        return q, k, v, g, -removed, removed * torch.sigmoid(normal(batch, length, heads, width_k))
     return (q, k, v, F.logsigmoid(normal(batch, length, heads, width_k)) / 4) if kind == "gla" else (q, k, v)
 
 
@@ -58,6 +69,9 @@ def definition_of(rule: Recurrence) -> Form:
     formula = {
         GatedDeltaRule: definitions.gated_delta_rule,
         GatedLinearAttention: definitions.gated_linear_attention,
+        KimiDeltaRule: definitions.kimi_delta_rule,
+        ScalarDecay: definitions.scalar_decay,
+        GeneralizedDeltaRule: definitions.generalized_delta_rule,
         FixedDecay: lambda q, k, v, *rest: definitions.fixed_decay(q, k, v, rule.log_decay.to(k.dtype), *rest),
     }[type(rule)]
     return lambda inputs, state, starts: formula(*inputs, SCALE, state, starts)

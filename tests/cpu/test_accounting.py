@@ -109,14 +109,28 @@ HYBRIDS = {
         lambda hidden, heads, context: 2 * (2 * heads * 128**2 + 16 * hidden),
     ),
     "gdn": (lambda hidden, heads: 5 * hidden**2 + 2 * heads * hidden + 2 * heads + 128, lambda hidden, heads, context: 6 * heads * 128**2),
+    "kda": (
+        # q, k, v, o; both bottlenecks; beta; A, dt_bias, the output gate's bias, a norm
+        lambda hidden, heads: 4 * hidden**2 + 4 * 128 * hidden + heads * hidden + heads + 2 * hidden + 128,
+        lambda hidden, heads, context: 6 * heads * 128**2 + 2 * 2 * 128 * hidden,
+    ),
     "lightning": (lambda hidden, heads: 5 * hidden**2 + 3 * 128, lambda hidden, heads, context: 4 * heads * 128**2),
+    "mamba2": (
+        lambda hidden, heads: 5 * hidden**2 + heads * hidden + 3 * heads + 128,  # W_dt; A, dt_bias, D, a norm
+        lambda hidden, heads, context: 4 * heads * 128**2 + 2 * hidden,
+    ),
+    "rwkv7": (
+        lambda hidden, heads: 4 * hidden**2 + 2 * 3 * 192 * hidden + (7 + 6) * hidden,  # three bottlenecks of 192, and vectors
+        lambda hidden, heads, context: 8 * heads * 128**2,
+    ),
 }
 
 
 @pytest.mark.parametrize("context", [4096, 32_768])
 @pytest.mark.parametrize("mixer", HYBRIDS)
 def test_hybrids_of_776m(mixer, context):
-    """Layer-wise and head-wise 3:1. A head-wise layer has its norms and gla's W1 whole, and three quarters of everything else."""
+    """Layer-wise and head-wise 3:1. A head-wise layer has its norms, the bottlenecks' first matrices and rwkv7's mixes whole, and three
+    quarters of everything else."""
     layers, hidden, heads, ffn, _ = MODELS["776m"]
     common = layers * (3 * hidden * ffn + 2 * hidden) + hidden + 2 * VOCAB * hidden
     of_layer, of_token = HYBRIDS[mixer]
@@ -125,23 +139,29 @@ def test_hybrids_of_776m(mixer, context):
     assert found.total_params == common + found.params[mixer] + found.params["attention"]
 
     head_wise = accounts(f"776m+{mixer}_nope_hh+pretrain_4k", f"train.context={context}")
-    whole = {"swa": 0, "gla": 128 + 16 * hidden, "gdn": 128, "lightning": 3 * 128}[mixer]
+    whole = {"swa": 0, "gla": 128 + 16 * hidden, "gdn": 128, "kda": 128 + 2 * 128 * hidden, "lightning": 3 * 128, "mamba2": 128}
+    whole = (whole | {"rwkv7": (3 * 192 + 6) * hidden})[mixer]
     assert head_wise.params[mixer] == 12 * (3 * (of_layer(hidden, heads) - whole) // 4 + whole)
     assert head_wise.params["attention"] == 12 * hidden**2
 
-    vectors = {"swa": 0, "gla": hidden + 128, "gdn": 2 * heads + 128, "lightning": 3 * 128}[mixer]
-    gate_up = 16 * hidden if mixer == "gla" else 0  # counted in of_token
+    vectors = {"swa": 0, "gla": hidden, "gdn": 2 * heads, "kda": heads + 2 * hidden, "lightning": 2 * 128, "mamba2": 3 * heads}
+    vectors = (vectors | {"rwkv7": 13 * hidden})[mixer] + (128 if mixer not in ("swa", "rwkv7") else 0)
+    gate_up = {"gla": 16 * hidden, "kda": 2 * 128 * hidden}.get(mixer, 0)  # counted in of_token
     layer = 2 * (of_layer(hidden, heads) - vectors - gate_up) + of_token(hidden, heads, context)
     assert found.forward_flops_per_token[mixer] == pytest.approx(9 * layer, rel=1e-9)
 
 
 def test_state_bytes():
-    """gdn, gla, lightning: float32 states of 128 x 128 a head at any length. Softmax: keys and values, 2 bytes, all or the window's."""
+    """Linear mixers: float32 states of 128 x 128 a head at any length; rwkv7 the last token too. Softmax: keys and values, 2 bytes, all or
+    the window's."""
     for context in (4096, 65_536):
         for mixer, expected in (
             ("gdn", 9 * 12 * 128 * 128 * 4),
             ("gla", 9 * 12 * 128 * 128 * 4),
+            ("kda", 9 * 12 * 128 * 128 * 4),
             ("lightning", 9 * 12 * 128 * 128 * 4),
+            ("mamba2", 9 * 12 * 128 * 128 * 4),
+            ("rwkv7", 9 * (12 * 128 * 128 * 4 + 1536 * 2)),
             ("swa", 9 * 128 * 2 * 1536 * 2),
         ):
             found = accounts(f"776m+{mixer}_nope_lh+pretrain_4k", f"train.context={context}").state_bytes
@@ -154,14 +174,16 @@ def test_state_bytes():
 
 def test_communication_bytes_at_32k():
     """776m, context 2, bf16. State passing: two summaries of the other rank; 12 heads of 128 x (128 + transition) in float32."""
-    for mixer, columns in (("gdn", 128), ("gla", 1), ("lightning", 0)):
+    for mixer, columns in (("gdn", 128), ("gla", 1), ("kda", 128), ("lightning", 0), ("mamba2", 1)):
         words = [f"776m+{mixer}_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2"]
         states = accounts(*words).context_bytes[mixer]
         assert states == 9 * 2 * 12 * 128 * (128 + columns) * 4
         exchanged = accounts(*words, "parallel.context_linear=all_to_all").context_bytes[mixer]
-        gates = {"gdn": 2 * 4, "gla": 128 * 4, "lightning": 0}[mixer]
+        gates = {"gdn": 2 * 4, "gla": 128 * 4, "kda": 129 * 4, "lightning": 0, "mamba2": 4}[mixer]
         assert exchanged == 9 * 32_768 // 2 * 12 * (4 * 128 * 2 + gates)
         assert exchanged > 10 * states
+    shifted = accounts("776m+rwkv7_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes["rwkv7"]
+    assert shifted == 9 * (1536 * 2 + 2 * 12 * 128 * 256 * 4), "each rank lacks the token before one of its chunks"
     windows = accounts("776m+swa_nope_lh+pretrain_4k", "train.context=65_536", "parallel.context=2").context_bytes
     assert windows["swa"] == 9 * 2 * 1536 * 2 * 127, "rank 0 needs the halo of its back chunk; its front one has none"
     assert windows["attention"] == 3 * 32_768 * 2 * 1536 * 2

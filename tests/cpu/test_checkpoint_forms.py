@@ -22,6 +22,7 @@ MODELS = {
     "half HH, bf16": [HALF_HH, "train.precision=bf16", "model.num_kv_heads=4"],
     "one GDN, bf16": [ONE_GDN, "train.precision=bf16"],
     "odd sizes": ["model.ffn_size=46", "model.vocab_size=259"],
+    "rwkv7, bf16": ["pattern=[{mixer: rwkv7}]", "train.precision=bf16"],
 }
 
 
@@ -54,6 +55,7 @@ MOVES_MORE = [
     ("odd sizes", "one process", ["data 2"]),
     ("LH, bf16", "context 2", ["one process"]),
     ("LH, bf16", "pipeline 2", ["pipeline 2, data 2"]),
+    ("rwkv7, bf16", "tensor 2 + sequence", ["tensor 2 + sequence, data 2"]),
     ("LH, bf16", "pipeline 2 x virtual 2", ["pipeline 2 x virtual 2, data 2"]),
 ]
 

@@ -100,6 +100,11 @@ LOADING = {
     "unknown key": (["model.num_layer=3"], "override model.num_layer=3: model.num_layer is not a setting; did you mean model.num_layers?"),
     "unknown section": (["optimiser.eps=3"], "override optimiser.eps=3: optimiser is not a setting; did you mean optimizer?"),
     "key of another section": (["model.peak_lr=3"], "did you mean optimizer.peak_lr?"),
+    "key with a reason": (
+        ["model.rwkv7.value_residual=true"],
+        "model.rwkv7.value_residual is not a setting: RWKV-7's would tie v of every layer to that of the first, and a layer of a hybrid "
+        "stands by itself",
+    ),
     "string for a number": (["train.context='64'"], "train.context='64': this must be a whole number, written without quotes"),
     "fraction for a whole number": (["train.tokens=1.5"], "train.tokens=1.5: this must be a whole number"),
     "an unknown unit": (["train.tokens=1.5X"], "train.tokens='1.5X': this must be a whole number"),
@@ -169,7 +174,7 @@ def test_all_missing_values_are_named_at_once(recipe):
 RULES = {
     "mixer": (
         ["pattern=[{mixer: gdnn}]"],
-        ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, swa, gla, gdn, lightning"],
+        ["pattern[0].mixer=gdnn: there is no such mixer; mixers are attention, swa, gla, gdn, kda, lightning, mamba2, rwkv7"],
     ),
     "position": (["pattern=[{mixer: attention}]"], ["pattern[0].mixer=attention: its position must be rope or nope"]),
     "not finite": (["optimizer.clip_grad=.inf"], ["optimizer.clip_grad=inf: it must be a finite number"]),

@@ -12,7 +12,7 @@ from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.head_group import Inference
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.inference import with_inference
-from hybrid_megatron.model.mixers import linear
+from hybrid_megatron.model.mixers import recurrent
 from hybrid_megatron.model.mixers.attention import Attention
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops.swla import overlapped_windows
@@ -166,7 +166,9 @@ def test_rope_window_is_swa(build, way, window):
 
 # RoPE turns queries and keys alike, so a window of the input is a window of the recurrence where its transition commutes with the turning.
 @pytest.mark.parametrize(
-    "mixer, position", [("gla", "nope"), ("gdn", "nope"), ("lightning", "nope"), ("gdn", "rope"), ("lightning", "rope")]
+    "mixer, position",
+    [(mixer, "nope") for mixer in ("gla", "gdn", "kda", "lightning", "mamba2")]
+    + [(mixer, "rope") for mixer in ("gdn", "lightning", "mamba2")],
 )
 @pytest.mark.parametrize("way", ["on layers", "on heads, first"])
 def test_swla_is_the_layer_on_overlapping_windows_of_its_input(build, way, mixer, position):
@@ -185,10 +187,10 @@ def test_swla_is_the_layer_on_overlapping_windows_of_its_input(build, way, mixer
 
 @pytest.mark.parametrize("position", ["nope", "rope"])
 @pytest.mark.parametrize("way", ["on layers", "on heads, first"])
-@pytest.mark.parametrize("mixer", ["gla", "gdn", "lightning"])
+@pytest.mark.parametrize("mixer", ["gla", "gdn", "kda", "lightning", "mamba2", "rwkv7"])
 def test_swla_is_the_published_form(build, monkeypatch, way, mixer, position):
     """The recurrence of the layer replaced by ops/swla.py's overlapped windows, under a stride of its own and any options."""
-    options = [f"model.{mixer}.short_conv=3", f"model.{mixer}.qk_norm=true"]
+    options = [] if mixer == "rwkv7" else [f"model.{mixer}.short_conv=3", f"model.{mixer}.qk_norm=true"]
     found = output(build.layer(way, mixer, position, *options, swla_window=48, swla_stride=24), hidden())
     plain = build.layer(way, mixer, position, *options)
 
@@ -196,7 +198,7 @@ def test_swla_is_the_published_form(build, monkeypatch, way, mixer, position):
         return overlapped_windows(recurrence, inputs, scale=scale, window=48, stride=24, document_starts=layout.local_document_starts())
 
     before = output(plain, hidden())
-    monkeypatch.setattr(linear, "recurrence_over_ranks", published)
+    monkeypatch.setattr(recurrent, "recurrence_over_ranks", published)
     assert relative_error(found, output(plain, hidden())) <= EXACT
     assert relative_error(found, before) > 1e-5
 
@@ -277,7 +279,7 @@ NOTHING = {
     ),
     "dynamic_ntk": ("{mixer: swa}", dict(dynamic_ntk=True), "inference.dynamic_ntk=true: it acts on attention with RoPE"),
     "rope_window": ("{mixer: attention, position: nope}", dict(rope_window=8), "inference.rope_window=8: it acts on attention with RoPE"),
-    "swla_window": ("{mixer: swa}", dict(swla_window=8), "inference.swla_window=8: it acts on gla, gdn or lightning"),
+    "swla_window": ("{mixer: swa}", dict(swla_window=8), "inference.swla_window=8: it acts on gla, gdn, kda, lightning, mamba2 or rwkv7"),
 }
 
 

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("mixer", ["gla", "gdn", "lightning"])
+@pytest.mark.parametrize("mixer", ["gla", "gdn", "kda", "lightning", "mamba2", "rwkv7"])
 def test_right_kernels_pass(mixer, dtype):
     assert kernel_problem(mixer, 3, 16, dtype, CPU) is None
 

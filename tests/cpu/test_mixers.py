@@ -25,7 +25,8 @@ from tests.definitions import Group, relative_error
 
 BATCH, HEADS = 2, 8
 NOPE, ROPE = {"mixer": "attention", "position": "nope"}, {"mixer": "attention", "position": "rope"}
-GDN, GLA, SWA, LIGHTNING = ({"mixer": name} for name in ("gdn", "gla", "swa", "lightning"))
+GDN, GLA, KDA, SWA, LIGHTNING, MAMBA2, RWKV7 = ({"mixer": name} for name in ("gdn", "gla", "kda", "swa", "lightning", "mamba2", "rwkv7"))
+LINEAR = ("gla", "gdn", "kda", "lightning", "mamba2", "rwkv7")
 
 
 def mix(*groups: tuple[dict, int]) -> dict:
@@ -40,7 +41,10 @@ PLAIN = {
     "swa": (SWA, ["swa.window=16"]),
     "gla": (GLA, []),
     "gdn": (GDN, []),
+    "kda": (KDA, []),
     "lightning": (LIGHTNING, []),
+    "mamba2": (MAMBA2, []),
+    "rwkv7": (RWKV7, []),
 }
 OPTIONS = {
     "attention, rope of another base": (ROPE, ["attention.rope_base=100"]),
@@ -83,6 +87,15 @@ OPTIONS = {
         GDN | {"position": "rope"},
         ["gdn.qk_norm=true", "gdn.output_gate=sigmoid", "gdn.short_conv=3", "gdn.num_kv_heads=4", "gdn.allow_neg_eigval=true"],
     ),
+    "kda, rope": (KDA | {"position": "rope"}, []),
+    "kda, SiLU gate": (KDA, ["kda.output_gate=silu"]),
+    "kda, no output gate": (KDA, ["kda.output_gate=none"]),
+    "kda, convolution": (KDA, ["kda.short_conv=4"]),
+    "kda, shared keys": (KDA, ["kda.num_kv_heads=2"]),
+    "kda, all together": (
+        KDA | {"position": "rope"},
+        ["kda.qk_norm=true", "kda.rope_base=100", "kda.short_conv=3", "kda.num_kv_heads=4", "kda.allow_neg_eigval=true"],
+    ),
     "lightning, nope": (LIGHTNING | {"position": "nope"}, []),
     "lightning, rope of another base": (LIGHTNING, ["lightning.rope_base=100"]),
     "lightning, no QK norm": (LIGHTNING, ["lightning.qk_norm=false"]),
@@ -90,7 +103,17 @@ OPTIONS = {
     "lightning, no output gate": (LIGHTNING, ["lightning.output_gate=none"]),
     "lightning, convolution": (LIGHTNING, ["lightning.short_conv=4"]),
     "lightning, shared keys": (LIGHTNING, ["lightning.num_kv_heads=1"]),
+    "rwkv7, rope": (RWKV7 | {"position": "rope"}, ["rwkv7.rope_base=100"]),
+    "rwkv7, ranks": (RWKV7, ["rwkv7.decay_rank=3", "rwkv7.rate_rank=5", "rwkv7.gate_rank=40"]),
     "lightning, all together": (LIGHTNING, ["lightning.output_gate=silu", "lightning.short_conv=2", "lightning.num_kv_heads=4"]),
+    "mamba2, rope": (MAMBA2 | {"position": "rope"}, []),
+    "mamba2, no output gate": (MAMBA2, ["mamba2.output_gate=none"]),
+    "mamba2, convolution": (MAMBA2, ["mamba2.short_conv=4"]),
+    "mamba2, shared keys": (MAMBA2, ["mamba2.num_kv_heads=2"]),
+    "mamba2, all together": (
+        MAMBA2 | {"position": "rope"},
+        ["mamba2.qk_norm=true", "mamba2.output_gate=sigmoid", "mamba2.short_conv=3", "mamba2.num_kv_heads=4", "mamba2.rope_base=100"],
+    ),
 }
 MIXES = {
     "gdn 3 : attention 1": (mix((GDN, 3), (NOPE, 1)), []),
@@ -100,6 +123,8 @@ MIXES = {
     "lightning 1 : attention 3": (mix((LIGHTNING, 1), (NOPE, 3)), []),
     "gdn 5 : attention 3": (mix((GDN, 5), (NOPE, 3)), []),
     "gdn 2 : swa 1 : attention 1": (mix((GDN, 2), (SWA, 1), (NOPE, 1)), ["swa.window=16"]),
+    "rwkv7 3 : attention 1": (mix((RWKV7, 3), (NOPE, 1)), []),
+    "gla 1 : rwkv7 1": (mix((GLA, 1), (RWKV7 | {"position": "rope"}, 1)), []),
     "attention rope 3 : nope 1": (mix((ROPE, 3), (NOPE, 1)), []),
     "gla nope 1 : gla rope 1": (mix((GLA, 1), (GLA | {"position": "rope"}, 1)), []),
     "grouped queries beside heads of their own": (mix((GDN, 1), (NOPE, 1)), ["num_kv_heads=4"]),
@@ -109,6 +134,8 @@ MIXES = {
         ["gla.short_conv=3", "gla.output_gate=sigmoid", "gdn.short_conv=4", "gdn.qk_norm=true", "lightning.num_kv_heads=4"]
         + ["swa.window=9", "swa.output_gate=silu", "attention.qk_norm=true", "attention.output_gate=sigmoid"],
     ),
+    "kda 2 : gla 1 : mamba2 1": (mix((KDA, 2), (GLA, 1), (MAMBA2, 1)), ["kda.short_conv=3", "gla.gate_rank=5"]),
+    "kda of two kinds": (mix((KDA, 1), (KDA | {"position": "rope"}, 1)), ["kda.num_kv_heads=4"]),
 }  # fmt: skip
 LAYERS = PLAIN | OPTIONS | MIXES
 # Two borders of chunks of 64 and a last chunk that is not full; options and mixes, which change nothing in the chunks, have one border.
@@ -160,9 +187,9 @@ def enliven(block: torch.nn.Module) -> None:
     for name, parameter in block.named_parameters():
         if parameter.dim() == 2:
             parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5, generator=random)
-        elif "norm" in name:  # all ones would not tell the heads' channels apart
+        elif "norm" in name or name.endswith(".D"):  # all ones would not tell the heads or their channels apart
             parameter.uniform_(0.5, 1.5, generator=random)
-        elif name.endswith("gate_bias"):  # and zeros would not be missed
+        elif name.endswith(("gate_bias", "z_bias", "r_k")):  # and zeros, or next to it, would not be missed
             parameter.normal_(0, 1, generator=random)
 
 
@@ -174,15 +201,17 @@ def groups_of(config: RunConfig, entry: dict) -> list[Group]:
     for part in listed:
         mixer, heads = part["mixer"], HEADS * part["share"] // whole
         options = getattr(model, mixer)
-        of_full_layer = (model.num_kv_heads if mixer in ("attention", "swa") else options.num_kv_heads) or HEADS
+        of_full_layer = (model.num_kv_heads if mixer in ("attention", "swa") else getattr(options, "num_kv_heads", None)) or HEADS
         position = part.get("position", "rope" if mixer in ("swa", "lightning") else "nope")
-        own = {"swa": ["window"], "gla": ["gate_rank", "gate_temperature"], "gdn": ["allow_neg_eigval"]}.get(mixer, [])
-        own += [] if mixer in ("attention", "swa") else ["short_conv"]
+        own = {"swa": ["window"], "gla": ["gate_rank", "gate_temperature"], "gdn": ["allow_neg_eigval"], "kda": ["allow_neg_eigval"]}.get(
+            mixer, []
+        )
+        own += [] if mixer in ("attention", "swa", "rwkv7") else ["short_conv"]
         groups.append(
             Group(
                 mixer, heads, kv_heads=heads * of_full_layer // HEADS, head_dim=model.head_dim, norm_eps=model.norm_eps,
-                rope_base=options.rope_base if position == "rope" else None, qk_norm=options.qk_norm, output_gate=options.output_gate,
-                **{name: getattr(options, name) for name in own},
+                rope_base=options.rope_base if position == "rope" else None, qk_norm=getattr(options, "qk_norm", False),
+                output_gate=getattr(options, "output_gate", "none"), **{name: getattr(options, name) for name in own},
             )
         )  # fmt: skip
     return groups
@@ -311,7 +340,7 @@ def largest_sum_of_gates(groups: list[Group], weights: dict[str, Tensor], hidden
     """Largest |G| of 64 tokens' gates in a row, of any head."""
     sums = [0.0]
     for i, (group, x) in enumerate(zip(groups, definitions.layer_parts(weights, hidden, groups))):
-        if group.mixer in ("gla", "gdn", "lightning"):
+        if group.mixer in LINEAR:
             gates = definitions.log_gates(x, definitions.own_weights(weights, i), group)
             sums += [float(-chunk.sum(1).min()) for chunk in gates.split(64, 1)]
     return max(sums)
@@ -325,8 +354,8 @@ def test_bfloat16_stays_near_the_definition(built, state, tiny_data, name):
     narrow_config = layer_config(tiny_data, name, "train.precision=bf16")
     [narrow] = build_model(narrow_config, plan_layers(narrow_config), state).decoder.layers
     dtypes = {key: parameter.dtype for key, parameter in narrow.self_attention.named_parameters()}
-    assert dtypes["in_proj.weight"] == torch.bfloat16
-    assert all(dtype == torch.float32 for key, dtype in dtypes.items() if key.endswith(("A_log", "dt_bias", "gate_bias")))
+    wide = ("A_log", "dt_bias", "gate_bias", "decay_bias", "rate_bias", ".D")
+    assert all(dtype == (torch.float32 if key.endswith(wide) else torch.bfloat16) for key, dtype in dtypes.items())
     weights = {key: w.to(dtypes[key]) for key, w in weights_of(block, torch.float64).items()}
     hidden = draw_hidden(config, LENGTHS[name]).bfloat16()
     o = fast(narrow, None)(weights, hidden)
@@ -337,25 +366,27 @@ def test_bfloat16_stays_near_the_definition(built, state, tiny_data, name):
 
 def test_recurrences_take_their_gates_in_float32(state, tiny_data, monkeypatch):
     """In bfloat16 the sum of a chunk's gates would know two digits; 1e-2 above would not see it here, a long sample would."""
-    config = layer_config(tiny_data, "all mixers, all options", "train.precision=bf16")
-    [narrow] = build_model(config, plan_layers(config), state).decoder.layers
     taken = {}
 
     def spied(mixer) -> Callable:
-        def recurrence(*arguments):
-            found = original(*arguments)
-            taken[mixer.group.mixer] = [x.dtype for x in found[1]]
-            return found
+        def recur(recurrence, inputs, *more):
+            taken[mixer.group.mixer] = [x.dtype for x in inputs]
+            return original(recurrence, inputs, *more)
 
-        original = mixer.recurrence
-        return recurrence
+        original = mixer._recur
+        return recur
 
-    for mixer in narrow.self_attention.mixers:
-        if mixer.group.mixer in ("gla", "gdn", "lightning"):
-            monkeypatch.setattr(mixer, "recurrence", spied(mixer))
-    through_layer(narrow, draw_hidden(config, 70).bfloat16(), None)
+    for name in ("all mixers, all options", "kda 2 : gla 1 : mamba2 1", "gla 1 : rwkv7 1"):
+        config = layer_config(tiny_data, name, "train.precision=bf16")
+        [narrow] = build_model(config, plan_layers(config), state).decoder.layers
+        for mixer in narrow.self_attention.mixers:
+            if mixer.group.mixer in LINEAR:
+                monkeypatch.setattr(mixer, "_recur", spied(mixer))
+        through_layer(narrow, draw_hidden(config, 70).bfloat16(), None)
     vectors = [torch.bfloat16] * 3
-    assert taken == {"gla": [*vectors, torch.float32], "gdn": [*vectors, torch.float32, torch.float32], "lightning": vectors}
+    gates = {"gla": 1, "gdn": 2, "kda": 2, "lightning": 0, "mamba2": 1}
+    expected = {mixer: vectors + [torch.float32] * count for mixer, count in gates.items()}
+    assert taken == expected | {"rwkv7": [*vectors, torch.float32, *vectors[:2]]}
 
 
 def through_layer(block, hidden: Tensor, starts: Tensor | None) -> Tensor:
@@ -371,7 +402,9 @@ PACKED = [
     "gla, all together",
     "gla, convolution",
     "gdn, all together",
+    "kda, all together",
     "lightning, all together",
+    "mamba2, all together",
     "gdn 2 : swa 1 : attention 1",
     "all mixers, all options",
 ]

@@ -20,7 +20,7 @@ schedule: {warmup_tokens: 1024}
 data: {train: somewhere}
 """
 NOPE, ROPE = {"mixer": "attention", "position": "nope"}, {"mixer": "attention", "position": "rope"}
-GDN, GLA, SWA, LIGHTNING = ({"mixer": name} for name in ("gdn", "gla", "swa", "lightning"))
+GDN, GLA, KDA, SWA, LIGHTNING, MAMBA2 = ({"mixer": name} for name in ("gdn", "gla", "kda", "swa", "lightning", "mamba2"))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,10 @@ def test_head_wise_and_layer_wise_entries_stand_beside_each_other(recipe):
     assert groups(recipe(by_share)) == [halves] * 8 + [FULL] * 4
 
 
-@pytest.mark.parametrize(("mixer", "position"), [("swa", "rope"), ("lightning", "rope"), ("gla", "nope"), ("gdn", "nope")])
+@pytest.mark.parametrize(
+    ("mixer", "position"),
+    [("swa", "rope"), ("lightning", "rope"), *((mixer, "nope") for mixer in ("gla", "gdn", "kda", "mamba2", "rwkv7"))],
+)
 def test_positions_where_none_is_written(recipe, mixer, position):
     other = "rope" if position == "nope" else "nope"
     assert groups(recipe([{"mixer": mixer}], "model.swa.window=16")) == [((mixer, position, 12),)] * 12
@@ -112,7 +115,11 @@ def test_defaults_of_the_mixers(recipe):
         | {"gate_rank": 16, "gate_temperature": 16},
         "gdn": {"qk_norm": False, "output_gate": "silu", "short_conv": 0, "num_kv_heads": None, "rope_base": 10_000}
         | {"allow_neg_eigval": False},
+        "kda": {"qk_norm": False, "output_gate": "sigmoid", "short_conv": 0, "num_kv_heads": None, "rope_base": 10_000}
+        | {"allow_neg_eigval": False},
         "lightning": {"qk_norm": True, "output_gate": "sigmoid", "short_conv": 0, "num_kv_heads": None, "rope_base": 10_000},
+        "mamba2": {"qk_norm": False, "output_gate": "silu", "short_conv": 0, "num_kv_heads": None, "rope_base": 10_000},
+        "rwkv7": {"rope_base": 10_000, "decay_rank": None, "rate_rank": None, "gate_rank": None},
     }
     assert {mixer: vars(getattr(model, mixer)) for mixer in expected} == expected
 
@@ -141,7 +148,7 @@ def heads(*listed: dict) -> list[dict]:
 
 
 WINDOW = "model.swa.window=16"
-MIXERS = ["attention", "swa", "gla", "gdn", "lightning"]
+MIXERS = ["attention", "swa", "gla", "gdn", "kda", "lightning", "mamba2", "rwkv7"]
 GATES = ["none", "sigmoid", "silu"]
 # name: (pattern, overrides, words and numbers that the one sentence must hold)
 PATTERNS = {
@@ -192,6 +199,8 @@ SETTINGS = {
     "output gate of gla": ([GLA], ["model.gla.output_gate=swish"], ["model.gla.output_gate=swish", *GATES]),
     "output gate of gdn": ([GDN], ["model.gdn.output_gate=''"], ["model.gdn.output_gate=", *GATES]),
     "output gate of lightning": ([LIGHTNING], ["model.lightning.output_gate=relu"], ["model.lightning.output_gate=relu", *GATES]),
+    "output gate of kda": ([KDA], ["model.kda.output_gate=swish"], ["model.kda.output_gate=swish", *GATES]),
+    "output gate of mamba2": ([MAMBA2], ["model.mamba2.output_gate=swish"], ["model.mamba2.output_gate=swish", *GATES]),
     "rank of the gate": ([GLA], ["model.gla.gate_rank=0"], ["model.gla.gate_rank=0", "more than 0"]),
     "temperature of the gate": ([GLA], ["model.gla.gate_temperature=-1"], ["model.gla.gate_temperature=-1", "more than 0"]),
     "width of a convolution": ([GDN], ["model.gdn.short_conv=-1"], ["model.gdn.short_conv=-1", "0 or more"]),
@@ -202,6 +211,8 @@ SETTINGS = {
     "key-value heads of lightning": (
         [LIGHTNING], ["model.lightning.num_kv_heads=8"], ["model.lightning.num_kv_heads=8", "model.num_heads=12"],
     ),
+    "key-value heads of kda": ([KDA], ["model.kda.num_kv_heads=5"], ["model.kda.num_kv_heads=5", "model.num_heads=12"]),
+    "key-value heads of mamba2": ([MAMBA2], ["model.mamba2.num_kv_heads=8"], ["model.mamba2.num_kv_heads=8", "model.num_heads=12"]),
     "key-value heads of nothing": ([GLA], ["model.gla.num_kv_heads=0"], ["model.gla.num_kv_heads=0", "more than 0"]),
     "fewer heads of a mix than share a key": (
         heads(GDN | {"share": 3}, NOPE | {"share": 1}), ["model.num_kv_heads=2"], ["attention", "model.num_kv_heads=2", "3", "6"],

@@ -38,7 +38,7 @@ from megatron.core.parallel_state import RankGenerator
 from tests.cpu import plan_cells
 from tests.cpu.runs import CHECKOUT, Ended
 from tests.cpu.tiny import tiny_config, tiny_words
-from tests.cpu.zoo import MIXED
+from tests.cpu.zoo import MATRIX, MIXED
 
 VOCAB = 128_256
 
@@ -310,14 +310,30 @@ def test_recompute_and_sharing_save_memory():
     assert memory(layout(*words, "parallel.context=2", gpus=8))[0].context > 0
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_tensor_ranks_keep_whole(sequence):
+    """rwkv7: ten activations and a float32 gate by channel, split; three bottlenecks of 192, whole; and the input where it was gathered."""
+    of = layout("776m+rwkv7_nope_lh+pretrain_4k", "parallel.tensor=2", f"parallel.sequence={str(sequence).lower()}", gpus=8)
+    tokens = of.local_tokens
+    expected = tokens * (1536 // 2 * (10 * 2 + 4) + 3 * 192 * 2 + (1536 * 2 if sequence else 0))
+    assert mixer_bytes(of, of.plan.layers[0]) == expected
+    of = layout("776m+gla_nope_lh+pretrain_4k", "parallel.tensor=2", gpus=8)
+    one = layout("776m+gla_nope_lh+pretrain_4k", gpus=8)
+    rows = 16 * 2 * one.local_tokens
+    assert 2 * (mixer_bytes(of, of.plan.layers[0]) - rows) == mixer_bytes(one, one.plan.layers[0]) - rows
+
+
 # --- communication --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recompute", choices.RECOMPUTE)
-def test_what_tensor_ranks_send(ranks, tiny_data, sequence, recompute):
+@pytest.mark.parametrize(
+    ("model", "recompute"), [*(("all mixers, LH", mode) for mode in choices.RECOMPUTE), ("rwkv7, LH", "full"), ("rwkv7 + nope, HH", "full")]
+)
+def test_what_tensor_ranks_send(ranks, tiny_data, sequence, model, recompute):
+    """rwkv7 projects the layer's input itself, alone in a layer or beside heads that do not."""
     more = ["parallel.tensor=2", f"parallel.sequence={str(sequence).lower()}", f"train.recompute={recompute}"]
-    words = tiny_words(tiny_data, "run_dir=unused", *MIXED["all mixers, LH"], *more)
+    words = tiny_words(tiny_data, "run_dir=unused", *(MIXED | MATRIX)[model], *more)
     config = load_recipe(words)
     expected = communication(Layout(config, plan_layers(config), 2))["tensor"]
     assert ranks.run(2, plan_cells.sent_to_tensor_ranks, words) == [expected, expected]

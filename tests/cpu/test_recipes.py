@@ -21,7 +21,7 @@ from hybrid_megatron.planning.memory import peak_memory
 from tests.cpu.cells import losses
 
 NAMES = {folder: sorted(path.stem for path in (RECIPES / folder).glob("*.yaml")) for folder in FOLDERS}
-HYBRID = re.compile(r"(yoco_)?(rope|swa|gla|gdn|lightning)_(rope|nope)_(lh|hh)(?:_(\d)to(\d))?")
+HYBRID = re.compile(r"(yoco_)?(rope|swa|gla|gdn|kda|lightning|mamba2|rwkv7)_(rope|nope)_(lh|hh)(?:_(\d)to(\d))?")
 HYBRIDS = [name for name in NAMES["patterns"] if HYBRID.fullmatch(name)]
 
 
@@ -49,7 +49,8 @@ def test_a_hybrid_is_what_its_name_says(name):
 def test_all_hybrids_are_there():
     expected = {f"{mixer}_{position}" for mixer in ("swa", "gla", "gdn") for position in ("rope", "nope")} | {"rope_nope"}
     names = {f"{pair}_{layout}{ratio}" for pair in expected for layout in ("lh", "hh") for ratio in ("", "_1to1", "_1to3")}
-    names |= {f"yoco_{pair}_lh" for pair in expected} | {"lightning_nope_lh", "lightning_nope_hh"}
+    names |= {f"yoco_{pair}_lh" for pair in expected}
+    names |= {f"{mixer}_nope_{layout}" for mixer in ("kda", "lightning", "mamba2", "rwkv7") for layout in ("lh", "hh")}
     assert set(HYBRIDS) == names
 
 
@@ -59,10 +60,16 @@ OTHERS = {
     "rope": {"pattern": [ROPE]},
     "swan_gpt": {"model": {"swa": {"window": 512}}, "pattern": [NOPE, entry("swa", repeat=3)]},
     "hypenet_gla": {"model": {"gla": SIGMOID, "attention": SIGMOID}, "pattern": [NOPE, entry("gla", "rope", repeat=3)]},
+    "hypenet_rwkv7": {"model": {"attention": SIGMOID}, "pattern": [NOPE, entry("rwkv7", "rope", repeat=3)]},
     "hypenet_gdn": {
         "model": {"gdn": {"qk_norm": True, "allow_neg_eigval": True} | SIGMOID, "attention": SIGMOID},
         "pattern": [NOPE, entry("gdn", "rope", repeat=3)],
     },
+    "hypenet_kda": {
+        "model": {"kda": {"qk_norm": True, "allow_neg_eigval": True}, "attention": SIGMOID},
+        "pattern": [NOPE, entry("kda", "rope", repeat=3)],
+    },
+    "hypenet_mamba2": {"model": {"mamba2": SIGMOID, "attention": SIGMOID}, "pattern": [NOPE, entry("mamba2", "rope", repeat=3)]},
 } | {
     f"hypenet_lightning{scheme}": {
         "model": {"attention": SIGMOID},
@@ -102,14 +109,19 @@ VOCAB = 128_256
 
 
 def mixer_params(mixer: str, hidden: int) -> tuple[int, int]:
-    """Parameters of one layer of all heads of 128: those that head-wise layers divide, and those that they hold whole (norms, GLA's W1)."""
-    heads = hidden // 128
+    """Parameters of one layer of all heads of 128: those that head-wise layers divide, and those that they hold whole (norms, first
+    matrices of bottlenecks, RWKV-7's mixes)."""
+    heads, ranks = hidden // 128, 3 * 32 * round(5 * hidden**0.5 / 32)
     return {
         "attention": (4 * hidden**2, 0),
         "swa": (4 * hidden**2, 0),
         "gla": (5 * hidden**2 + 16 * hidden + hidden, 16 * hidden + 128),
         "gdn": (5 * hidden**2 + 2 * heads * hidden + 2 * heads, 128),
+        # q, k, v, o; W2 and W4 of 128 columns, their biases, beta and A of each head; W1 and W3, a norm
+        "kda": (4 * hidden**2 + 2 * (128 + 1) * hidden + heads * hidden + heads, 2 * 128 * hidden + 128),
         "lightning": (5 * hidden**2, 3 * 128),
+        "mamba2": (5 * hidden**2 + heads * hidden + 3 * heads, 128),
+        "rwkv7": (4 * hidden**2 + ranks * hidden + 7 * hidden, 6 * hidden + ranks * hidden),
     }[mixer]
 
 
@@ -156,6 +168,9 @@ def test_hypenet_of_500m():
         ("hypenet_lightning", 5 * hidden**2, 5 * hidden**2 + 3 * 128),
         ("hypenet_gla", 5 * hidden**2, sum(mixer_params("gla", hidden))),
         ("hypenet_gdn", 5 * hidden**2, sum(mixer_params("gdn", hidden)) + 2 * 128),  # QK norm
+        ("hypenet_kda", 5 * hidden**2, sum(mixer_params("kda", hidden)) + 2 * 128),
+        ("hypenet_mamba2", 5 * hidden**2, sum(mixer_params("mamba2", hidden))),
+        ("hypenet_rwkv7", 5 * hidden**2, sum(mixer_params("rwkv7", hidden))),
         ("swan_gpt", 4 * hidden**2, 4 * hidden**2),
         ("rope", 4 * hidden**2, 4 * hidden**2),
     ):
@@ -221,7 +236,7 @@ def test_every_run_of_a_study_is_valid_and_fits(name):
 
 def test_names_of_runs():
     keys = [run.run_dir.lower() for run in all_runs().values()]
-    assert len(keys) == len(set(keys)) == 243
+    assert len(keys) == len(set(keys)) == 245
     assert all(re.fullmatch(r"[a-z0-9_.+-]+", run.name, re.I) and len(run.name) < 100 for run in all_runs().values())
     trained = [(run.words, run.init_from) for run in all_runs().values()]
     assert len(set(trained)) == len(trained), "nothing is trained twice"

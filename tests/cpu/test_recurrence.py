@@ -8,6 +8,7 @@ from hybrid_megatron.ops.documents import over_documents
 from tests.cpu.recurrence_cases import EXACT, KINDS, SCALE, definition_of, draw, draw_state, forms_of, results, rule_of, starts_at
 from tests.definitions import relative_error
 
+TRANSITIONS = {"gdn": (8, 8), "gla": (8, 1), "kda": (8, 8), "lightning": (1, 1), "mamba2": (8, 1), "rwkv7": (8, 8)}
 STARTS = {"none": None, "documents": ((0, 30, 69), ()), "at both ends": ((0,), (69,))}
 
 
@@ -43,7 +44,7 @@ def test_a_summary_turns_the_first_state_into_the_last(kind, starts):
 def test_a_transition_is_zero_where_a_document_starts(kind):
     inputs = draw(kind, 70)
     transition, added = rule_of(kind).summary(inputs, starts_at(70, (30,), ()))
-    assert transition.shape == (2, 3, *{"gdn": (8, 8), "gla": (8, 1), "lightning": (1, 1)}[kind]) and added.shape == (2, 3, 8, 6)
+    assert transition.shape == (2, 3, *TRANSITIONS[kind]) and added.shape == (2, 3, 8, 6)
     assert not transition[0].any() and transition[1].any()
 
 

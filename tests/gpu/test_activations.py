@@ -27,8 +27,16 @@ LAYERS = {
     "gdn": ["gdn_nope_lh"],
     "gdn, no gate": ["gdn_nope_lh", "model.gdn.output_gate=none"],
     "gdn, convolution and QK norm": ["gdn_nope_lh", "model.gdn={short_conv: 4, qk_norm: true}"],
+    "kda": ["kda_nope_lh"],
+    "kda, no gate": ["kda_nope_lh", "model.kda.output_gate=none"],
+    "kda, convolution and QK norm": ["kda_nope_lh", "model.kda={short_conv: 4, qk_norm: true}"],
     "lightning": ["lightning_nope_lh"],
+    "mamba2": ["mamba2_nope_lh"],
+    "mamba2, convolution and QK norm": ["mamba2_nope_lh", "model.mamba2={short_conv: 4, qk_norm: true}"],
+    "rwkv7": ["rwkv7_nope_lh"],
+    "rwkv7, rope": ["rwkv7_nope_lh", "pattern=[{mixer: rwkv7, position: rope}]"],
     "gdn and attention": ["gdn_nope_hh"],
+    "rwkv7 and attention": ["rwkv7_nope_hh"],
 }
 
 

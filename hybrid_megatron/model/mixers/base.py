@@ -1,8 +1,9 @@
 """The contract of a token mixer.
 
 A mixer works on *units*: the smallest group of heads that tensor parallelism may not cut (one key-value head with the query heads that
-share it). `MixerLayer` owns the two projections; model/unit_order.py says how their rows and columns are ordered. What a layer's heads
-compute stands in a HeadGroup: layer-wise hybrids have one group a layer, head-wise ones several, and a mixer cannot tell the difference.
+share it). `MixerLayer` owns the two projections; model/unit_order.py says how their rows and columns are ordered. Only a mixer whose
+projections see different inputs has its own (`takes_input`) and no rows there. What a layer's heads compute stands in a HeadGroup:
+layer-wise hybrids have one group a layer, head-wise ones several, and a mixer cannot tell the difference.
 
 What a mixer says about itself without being built (`num_params`, `flops`, `check`, ...) is read by planning, accounting and validation;
 they read nothing else. Each mixer also has a plain `reference` of what it does between the projections, run in float64 by tests.
@@ -35,6 +36,10 @@ class Mixer(MegatronModule):
     """What `position` is where a recipe says none; None: it must say."""
     needs_fla: bool = False
     """Whether it computes with flash-linear-attention's kernels on CUDA."""
+    takes_input: bool = False
+    """Whether its parts hold `x` [b, s, h], the layer's input, all tokens of this context rank; it then projects that itself."""
+    layer_number: int = 1
+    """Of its layer in the model, from 1; set by the layer."""
 
     def __init__(
         self, config: TransformerConfig, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, ranks: ProcessGroupCollection
@@ -103,6 +108,11 @@ class Mixer(MegatronModule):
         rank, with the kernels used on CUDA; `element` bytes an activation. The projections' own inputs are not in it."""
 
     @classmethod
+    def whole_activation_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
+        """Those of `activation_bytes` that every tensor rank keeps whole: shared rows."""
+        return tokens * sum(cls.shared_rows(model, group).values()) * element
+
+    @classmethod
     @abstractmethod
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
         """What one context rank receives from others in the forward pass, for one sample of `context` tokens; `element` bytes an
@@ -141,7 +151,7 @@ class Mixer(MegatronModule):
     @abstractmethod
     def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
         """From the projected rows of the local units, `parts[name]` [b, s, units, size], and shared rows [b, s, size], to
-        [b, s, units, columns]."""
+        [b, s, units, columns]. The gradient of the input `x` is this tensor rank's part; the layer sums it."""
 
     @classmethod
     @abstractmethod

@@ -4,15 +4,14 @@ q, k and v pass through SiLU, as in the paper's layer, with its short convolutio
 g = -e^A softplus(W_a x + dt) and beta = sigmoid(W_b x), twice that with `allow_neg_eigval`.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.config.schema import GDNConfig, ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
-from hybrid_megatron.model.mixers.linear import LinearMixer
+from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
+from hybrid_megatron.model.mixers.linear import LinearMixer, of_length_one
 from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.gated_delta_rule import CHUNK, GatedDeltaRule
 
@@ -55,13 +54,13 @@ class GDN(LinearMixer):
 
     def __init__(self, config, model, group, parallel, ranks):
         super().__init__(config, model, group, parallel, ranks)
-        self.A_log = self._parameter(self.local_heads, _draw_A_log, per_unit=True, dtype=torch.float32)
-        self.dt_bias = self._parameter(self.local_heads, _draw_dt_bias, per_unit=True, dtype=torch.float32)
+        self.A_log = self._parameter(self.local_heads, A_log_drawn_from(0), per_unit=True, dtype=torch.float32)
+        self.dt_bias = self._parameter(self.local_heads, draw_dt_bias, per_unit=True, dtype=torch.float32)
 
     def recurrence(self, q, k, v, parts) -> tuple[GatedDeltaRule, tuple[Tensor, ...]]:
         a, b = (parts[name].flatten(2) for name in ("a", "b"))
         gates = _gates(a, b, self.A_log, self.dt_bias, largest_beta=2 if self.model.gdn.allow_neg_eigval else 1)
-        return GatedDeltaRule(), (_of_length_one(q), _of_length_one(k), v, *gates)
+        return GatedDeltaRule(), (of_length_one(q), of_length_one(k), v, *gates)
 
     @staticmethod
     def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:
@@ -73,25 +72,7 @@ class GDN(LinearMixer):
 
 
 @fused
-def _of_length_one(x: Tensor) -> Tensor:
-    """L2-normalised over the last dimension, in float32 or wider."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
-
-
-@fused
 def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, largest_beta: int) -> tuple[Tensor, Tensor]:
     """(g, beta) [b, s, n], in float32 or wider."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return -A_log.exp() * F.softplus(a.to(wide) + dt_bias), largest_beta * b.to(wide).sigmoid()
-
-
-def _draw_A_log(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A = e^A_log uniform in (0, 16), as the paper's code draws it; the floor keeps the logarithm finite."""
-    return (16 * torch.rand(shape, generator=generator)).clamp_min(1e-4).log()
-
-
-def _draw_dt_bias(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """softplus(dt_bias) log-uniform in [1e-3, 1e-1]."""
-    low, high = math.log(1e-3), math.log(1e-1)
-    dt = (low + (high - low) * torch.rand(shape, generator=generator)).exp()
-    return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus

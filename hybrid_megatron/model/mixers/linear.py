@@ -1,4 +1,4 @@
-"""What the linear mixers share: projections, short convolution, QK norm, RoPE, the recurrence over ranks, output norm and gate."""
+"""What the linear mixers but rwkv7 share: projections, short convolution, QK norm, RoPE, the recurrence over ranks, output norm, gate."""
 
 from abc import abstractmethod
 
@@ -10,26 +10,24 @@ from hybrid_megatron.config.schema import LinearConfig, ModelConfig, ParallelCon
 from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
-from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES, Mixer, all_to_all_problems
+from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES
+from hybrid_megatron.model.mixers.recurrent import RecurrentMixer
 from hybrid_megatron.model.mixers.softmax import GATES, busiest_halo
 from hybrid_megatron.ops.fused import fused
-from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
-from hybrid_megatron.ops.state_passing import recurrence_over_ranks
-from hybrid_megatron.ops.swla import SlidingWindow
 from hybrid_megatron.parallel import SequenceLayout
 
 
-class LinearMixer(Mixer):
+class LinearMixer(RecurrentMixer):
     """A unit is one key-value head with the query heads that share it (one, unless num_kv_heads says otherwise): rows [q of each query
     head, k, v, output gate of each query head, the mixer's own gates].
 
-    q, k and v pass through the short convolution and its SiLU, q and k through QK norm and RoPE; then the recurrence with scale d^-1/2, an
-    RMSNorm of each head's output with one weight for all heads, and the output gate. Gates, states and norm statistics are float32.
+    q, k and v pass through the short convolution and its SiLU, q and k through QK norm and RoPE; then the recurrence with scale d^-1/2
+    unless the mixer says otherwise, an RMSNorm of each head's output with one weight for all heads, and the output gate. Gates, states and
+    norm statistics are float32.
     """
 
-    needs_fla = True
     activates = False
     """Whether q, k and v pass through SiLU without a convolution too."""
     positions_within_documents = False
@@ -59,6 +57,11 @@ class LinearMixer(Mixer):
     @abstractmethod
     def transition_columns(model: ModelConfig) -> int:
         """Elements, for each row of a head's state, of what a span of tokens does to the state before it (see ops/recurrence.py)."""
+
+    @staticmethod
+    def scale(model: ModelConfig) -> float:
+        """What q S is multiplied by."""
+        return model.head_dim**-0.5
 
     @classmethod
     def queries(cls, model: ModelConfig) -> int:
@@ -159,14 +162,6 @@ class LinearMixer(Mixer):
                 f"pattern: {group} has {group.heads} heads of a layer, and with model.{name}.num_kv_heads={settings.num_kv_heads} every "
                 f"{cls.queries(model)} query heads share keys and values; give it a multiple of that many heads, or leave it null"
             )
-        if not problems and parallel.context > 1:
-            if parallel.context_linear == "all_to_all":
-                problems += all_to_all_problems("context_linear", str(group), group.heads, parallel, "states")
-            elif group.inference.swla_window is not None:
-                problems.append(
-                    f"inference.swla_window={group.inference.swla_window}: under parallel.context={parallel.context} it needs whole "
-                    "sequences on a rank; set parallel.context_linear=all_to_all or parallel.context=1"
-                )
         return problems
 
     def __init__(self, config, model, group, parallel, ranks):
@@ -194,14 +189,21 @@ class LinearMixer(Mixer):
             q, k = (rotate(x, layout, settings.rope_base, within_documents=self.positions_within_documents) for x in (q, k))
         if self.queries(self.model) > 1:
             k, v = (x.repeat_interleave(self.queries(self.model), dim=2) for x in (k, v))
-        o = self._recur(*self.recurrence(q, k, v, parts), layout)
-        o = o.unflatten(2, (self.local_units, -1))
+        o = self._mixed(q, k, v, parts, layout).unflatten(2, (self.local_units, -1))
         if settings.output_gate == "none":
             return self._norm(o, self.out_norm).flatten(3)
-        z = parts["z"].unflatten(-1, (-1, self.model.head_dim))
+        z = self._gate_rows(parts).unflatten(-1, (-1, self.model.head_dim))
         return _normalised_and_gated(o, self._for_all_heads(self.out_norm), z, eps=self.model.norm_eps, gate=settings.output_gate).flatten(
             3
         )
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
+        """What comes before the output norm [b, s, n, d]."""
+        return self._recur(*self.recurrence(q, k, v, parts), self.scale(self.model), layout)
+
+    def _gate_rows(self, parts: dict[str, Tensor]) -> Tensor:
+        """What the output gate is made of [b, s, units, columns]."""
+        return parts["z"]
 
     def _convolved(self, x: Tensor, name: str, layout: SequenceLayout) -> Tensor:
         """[b, s, units, heads of a unit * d] -> [b, s, heads, d]."""
@@ -210,14 +212,6 @@ class LinearMixer(Mixer):
             return x.unflatten(-1, (-1, self.model.head_dim))
         x = _silu(x) if self.activates else x
         return x.unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3)
-
-    def _recur(self, recurrence: Recurrence, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
-        scale, inference = self.model.head_dim**-0.5, self.group.inference
-        if inference.swla_window is not None:
-            recurrence = SlidingWindow(recurrence, inference.swla_window, inference.swla_stride)
-        if layout.size > 1 and self.parallel.context_linear == "all_to_all":
-            return recurrence_over_heads(recurrence, inputs, scale, layout, self.ranks.cp)
-        return recurrence_over_ranks(recurrence, inputs, scale, layout, self.ranks.cp)
 
     @classmethod
     def reference(
@@ -238,7 +232,14 @@ class LinearMixer(Mixer):
         k, v = (x.repeat_interleave(queries, dim=2) for x in (k, v))
         o = cls.recur_by_definition(q, k, v, parts, weights, model, document_starts)
         o = definitions.rms_norm(o, weights["out_norm"], model.norm_eps).unflatten(2, (-1, queries)).flatten(3)
-        return o if settings.output_gate == "none" else o * definitions.gate(parts["z"], settings.output_gate)
+        if settings.output_gate == "none":
+            return o
+        return o * definitions.gate(cls.gate_rows_by_definition(parts, weights, model), settings.output_gate)
+
+    @classmethod
+    def gate_rows_by_definition(cls, parts: dict[str, Tensor], weights: dict[str, Tensor], model: ModelConfig) -> Tensor:
+        """What the output gate is made of [b, s, units, columns]."""
+        return parts["z"]
 
     @staticmethod
     @abstractmethod
@@ -251,7 +252,13 @@ class LinearMixer(Mixer):
         model: ModelConfig,
         document_starts: Tensor | None,
     ) -> Tensor:
-        """The gates and the recurrence, token by token: [b, s, n, d]."""
+        """The gates and the recurrence, token by token, and what comes before the output norm: [b, s, n, d]."""
+
+
+@fused
+def of_length_one(x: Tensor) -> Tensor:
+    """L2-normalised over the last dimension, in float32 or wider."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
 
 
 @fused
