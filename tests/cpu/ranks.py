@@ -87,6 +87,7 @@ def _serve(pipe) -> None:
     import torch
 
     torch.set_num_threads(1)
+    frozen = False
     while (task := pipe.recv()) is not None:
         rank, size, port, function, arguments = task
         os.environ.update(
@@ -98,5 +99,6 @@ def _serve(pipe) -> None:
             pipe.send((False, traceback.format_exc()))
         # Groups that have ended keep their threads, 60 a rank, each of which wakes all the time, until nothing refers to them.
         gc.collect()
-        if not gc.get_freeze_count():
+        if not frozen:
             gc.freeze()  # the modules: they need not be looked through again
+            frozen = True

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import subprocess
 import unittest.mock
@@ -79,8 +80,11 @@ def test_metadata_alone_cannot_be_written(ranks, half_run, size):
 def test_metrics_cannot_be_written(ranks, half_run, size):
     run, words = half_run
     kept = snapshot(run / "checkpoints")
-    written = max((run / name).stat().st_size for name in ("metrics.jsonl", "config.yaml"))
-    ended = train(ranks, size, words, file_limit=written + 100)
+    metrics = run / "metrics.jsonl"
+    first, rest = metrics.read_text().split("\n", 1)
+    longer = json.loads(first) | {"note": "longer than any other file of the folder's " + "x" * (run / "config.yaml").stat().st_size}
+    metrics.write_text(f"{json.dumps(longer)}\n{rest}")
+    ended = train(ranks, size, words, file_limit=metrics.stat().st_size + 100)
     assert ended.code == 2
     [said] = ended.errors
     assert "metrics.jsonl: cannot be written (File too large)" in said

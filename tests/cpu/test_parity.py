@@ -132,7 +132,11 @@ def one_process_training(ranks, tiny_data, tmp_path_factory) -> list[dict]:
     return ranks.run(1, cells.losses, tiny_words(tiny_data, f"run_dir={tmp_path_factory.mktemp('one') / 'run'}"))[0]
 
 
-@pytest.mark.parametrize("layout", [name for name, (size, _) in LAYOUTS.items() if size == 2] + ["tensor 2, pipeline 2"])
+TRAINED = ["tensor 2 + sequence", "context 2", "pipeline 2 x virtual 2", "data 2"]
+TRAINED_MORE = ["tensor 2", "pipeline 2", "tensor 2, pipeline 2"]
+
+
+@pytest.mark.parametrize("layout", [*TRAINED, *(pytest.param(layout, marks=pytest.mark.slow) for layout in TRAINED_MORE)])
 def test_layout_trains_the_same(ranks, tiny_data, tmp_path: Path, one_process_training, parity_table, layout):
     """Twenty steps with the distributed optimizer: losses, gradient norms and validation."""
     size, overrides = LAYOUTS[layout]
