@@ -17,6 +17,8 @@ TABLES = Path(__file__).parent / "tuned"
 VARIABLE = "HYBRID_MEGATRON_AUTOTUNE"
 _NUMBERS = ("B", "H", "HV")
 """Of samples, heads, value heads, by their names in the keys of FLA's kernels."""
+_given: set[Path] = set()
+"""Tables that this process's autotuners have."""
 
 
 def table_of(device: str) -> Path:
@@ -29,13 +31,20 @@ def use_tuned_kernels(device: str) -> bool:
     path = table_of(device)
     if os.environ.get(VARIABLE) == "1" or not path.exists():
         return False
+    if path not in _given:
+        give_to_autotuners(json.loads(path.read_text()))
+        _given.add(path)
+    return True
+
+
+def give_to_autotuners(entries: list[dict]) -> None:
+    """Let FLA's autotuners know the entries of a table, in place of those they were given before."""
     known: dict[str, dict[tuple, dict]] = {}
-    for entry in json.loads(path.read_text()):
+    for entry in entries:
         known.setdefault(entry["kernel"], {})[_plain(entry["key"], entry["dtypes"])] = entry["config"]
     for tuner in tuners_of_fla():
-        if name_of(tuner) in known and not isinstance(tuner.cache, _Known):
-            tuner.cache = _Known(tuner.cache, tuner, known[name_of(tuner)])
-    return True
+        if name_of(tuner) in known:
+            tuner.cache = _Known(dict(tuner.cache), tuner, known[name_of(tuner)])
 
 
 def tuners_of_fla() -> Iterator:
@@ -92,9 +101,3 @@ def entry_of(tuner, key: tuple, config) -> dict:
     values, dtypes = parts_of(tuner, key)
     chosen = {"kwargs": config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages, "num_ctas": config.num_ctas}
     return {"kernel": name_of(tuner), "key": values, "dtypes": dtypes, "config": chosen}
-
-
-def write_table(entries: list[dict], path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
-    return path

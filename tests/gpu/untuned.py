@@ -7,6 +7,8 @@ that runs; nothing is written to that cache. HYBRID_MEGATRON_AUTOTUNE=1 turns th
 
 import os
 
+from hybrid_megatron.ops.tuned_kernels import VARIABLE
+
 
 class _Settled(Exception):
     """The configuration of a kernel was chosen without timing; leaves Triton's function before it writes to the disk."""
@@ -14,7 +16,7 @@ class _Settled(Exception):
 
 def spare_autotuning() -> None:
     """Change Triton's Autotuner in this process, once."""
-    if os.environ.get("HYBRID_MEGATRON_AUTOTUNE") == "1":
+    if os.environ.get(VARIABLE) == "1":
         return
     from triton.runtime.autotuner import Autotuner
 
