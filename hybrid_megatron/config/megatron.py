@@ -28,8 +28,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     """For TransformerBlock, the parallel linear layers and the pipeline schedules.
 
     Gradients are summed over tokens and divided once by the number of predicted tokens of the whole batch (`calculate_per_token_loss`),
-    so a loss does not depend on how the batch is cut. Fusions that need Apex or TE are off. That of SwiGLU is megatron-core's own function
-    of gate and up, which keeps nothing but them; on CUDA it is compiled to one kernel forward and one backward.
+    so a loss does not depend on how the batch is cut. Fusions that need Apex or TE are off. `use_te_activation_func` is megatron-core's
+    name for an activation that is a module: ours (model/swiglu.py), with TE or without.
     """
     model, parallel = config.model, config.parallel
     interleaved = parallel.virtual_pipeline > 1
@@ -65,7 +65,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=True,
+        bias_activation_fusion=False,
+        use_te_activation_func=True,
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )

@@ -11,7 +11,6 @@ from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan
-from hybrid_megatron.model.unit_order import UnitOrder
 from hybrid_megatron.ops.longce import Windows
 
 
@@ -65,8 +64,7 @@ def account(config: RunConfig, plan: LayerPlan) -> Accounts:
         flops,
         short_flops_per_token=_short_flops(config, groups) / context if config.longce.enabled else 0.0,
         state_bytes=by_mixer(lambda mixer, group: mixer.state_bytes(model, group, context)),
-        activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element))
-        | {"order": sum(UnitOrder(model, layer.groups).copied_rows(element) for layer in plan) * context * element},
+        activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element)),
         context_bytes=by_mixer(lambda mixer, group: mixer.context_bytes(model, group, context, parallel, element)),
     )
 

@@ -4,6 +4,7 @@ from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.mixer_layer import MixerLayer
 from hybrid_megatron.model.norm import RMSNorm
 from hybrid_megatron.model.pattern import Layer, LayerPlan
+from hybrid_megatron.model.swiglu import SwiGLU
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -25,7 +26,7 @@ def _layer_spec(run: RunConfig, layer: Layer) -> ModuleSpec:
     """norm -> mixer -> add -> norm -> SwiGLU -> add."""
 
     def mlp(config, pg_collection, **further):
-        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
         return MLP.as_mlp_submodule(submodules, config=config, pg_collection=pg_collection, **further)
 
     return ModuleSpec(

@@ -8,6 +8,7 @@ from hybrid_megatron.config.schema import ModelConfig, ParallelConfig
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer
 from hybrid_megatron.model.unit_order import UnitOrder
+from hybrid_megatron.ops.row_copy import copy_rows
 from hybrid_megatron.parallel import SequenceLayout
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,12 +36,12 @@ class MixerLayer(MegatronModule):
         self.order = UnitOrder(model, layer.groups)
         shared = dict(config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=pg_collection.tp)
         if self.order.rows:
-            self.in_proj = ColumnParallelLinear(model.hidden_size, self.order.rows, gather_output=False, skip_bias_add=False, **shared)
+            self.in_proj = InputProjection(self.order, model.hidden_size, **shared)
         if self.order.shared:
             self.shared_proj = SharedProjection(config, model.hidden_size, self.order.shared, pg_collection)
-        self.mixers = torch.nn.ModuleList(MIXERS[group.mixer](config, model, group, parallel, pg_collection) for group in layer.groups)
-        for mixer in self.mixers:
-            mixer.layer_number = layer.number
+        self.mixers = torch.nn.ModuleList(
+            MIXERS[group.mixer](config, model, group, parallel, pg_collection, layer.number) for group in layer.groups
+        )
         self.out_proj = RowParallelLinear(self.order.columns, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared)
 
     def forward(self, hidden: Tensor, attention_mask=None, *, packed_seq_params: SequenceLayout, **_unused) -> tuple[Tensor, None]:
@@ -79,10 +80,22 @@ class MixerLayer(MegatronModule):
         return state
 
 
+class InputProjection(ColumnParallelLinear):
+    """Its weight is stored in unit order, so that tensor ranks hold contiguous parts of it, and multiplies in block order."""
+
+    def __init__(self, order: UnitOrder, hidden_size: int, **shared):
+        super().__init__(hidden_size, order.rows, gather_output=False, skip_bias_add=False, **shared)
+        self.order = order
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args, **more) -> Tensor:
+        """hidden [s, b, h] -> [s, b, rows of this tensor rank's units in block order, filled up]."""
+        return super()._forward_impl(input, self.order.in_block_order(weight), *args, **more)
+
+
 def cut_batch_first(projected: Tensor, order: UnitOrder) -> list[dict[str, Tensor]]:
     """`order.cut` of projected [s, b, rows] as [b, s, rows]."""
     parts = iter(_Cut.apply(projected, order))
-    return [{name: next(parts) for name in part} for part in order.places(projected)]
+    return [{name: next(parts) for name in part} for part in order.cut(projected)]
 
 
 class _Cut(torch.autograd.Function):
@@ -96,9 +109,10 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
         joined = gradients[0].new_empty(ctx.shape)
-        places = [place for part in ctx.order.places(joined.transpose(0, 1)) for place in part.values()]
+        places = [place for part in ctx.order.cut(joined.transpose(0, 1)) for place in part.values()]
+        joined[..., sum(place.shape[-2:].numel() for place in places) :] = 0
         for place, gradient in zip(places, gradients):
-            place.copy_(gradient.unflatten(-2, place.shape[-3:-1]))
+            copy_rows(gradient, place)
         return joined, None
 
 
@@ -129,7 +143,7 @@ def layer_reference(
     `weights` holds the layer's parameters by their names, e.g. `in_proj.weight` and `mixers.0.A_log`.
     """
     order = UnitOrder(model, layer.groups)
-    parts = order.cut(hidden @ weights["in_proj.weight"].T) if order.rows else [{} for _ in layer.groups]
+    parts = order.cut(hidden @ order.in_block_order(weights["in_proj.weight"]).T) if order.rows else [{} for _ in layer.groups]
     parts = [part | {"x": hidden} if MIXERS[group.mixer].takes_input else part for group, part in zip(layer.groups, parts)]
     if order.shared:
         shared = order.cut_shared(hidden @ weights["shared_proj.weight"].T)

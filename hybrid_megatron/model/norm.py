@@ -1,10 +1,10 @@
 """RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron import platform
+from hybrid_megatron.ops.rms_norm import rms_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -21,4 +21,4 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)

@@ -5,9 +5,15 @@ share it. A layer's units are as many as divide every group's units: each layer 
 other. Rows and columns run layer unit by layer unit, so that any tensor size dividing the layer's units is a contiguous split, one matrix
 product serves all groups, and a checkpoint moves between tensor sizes without being rearranged. (776m at 3:1 over 12 heads: 9 linear heads
 and 3 attention heads in 3 layer units of 3 and 1.)
+
+The input projection computes its rows in *block order* instead: the q of all units of a group side by side, then their k, and so on, and
+last what is narrow (a gate of one row a head). Every block then begins on a border of 16 bytes, which kernels need to reach the memory's
+speed, and cuDNN's attention to be right.
 """
 
 import math
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,6 +21,9 @@ from torch import Tensor
 from hybrid_megatron.config.schema import ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import MIXERS
+
+BORDER = 8
+"""Elements: 16 bytes in bf16."""
 
 
 class UnitOrder:
@@ -27,6 +36,7 @@ class UnitOrder:
         """Layer units, over all tensor ranks."""
         self._inside = [count // self.units for count in counts]  # units of each group in a layer unit
         self._rows = [MIXERS[group.mixer].rows(model, group) for group in groups]
+        self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._columns = [MIXERS[group.mixer].columns(model, group) for group in groups]
         self.shared_rows = [MIXERS[group.mixer].shared_rows(model, group) for group in groups]
         """By group: named rows of the projection that all units share."""
@@ -46,31 +56,52 @@ class UnitOrder:
         """Rows of the shared projection; 0 where no group has any."""
         return sum(sum(rows.values()) for rows in self.shared_rows)
 
-    def copied_rows(self, element: int) -> int:
-        """Rows that `cut` copies while they stay in the projection too, over all units; `element` bytes each. Copied are those of a group
-        with several units in a layer unit, which lie in pieces; the projection stays if another group keeps its rows where they are."""
-        aligned = sum(inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows)) * element % 16 == 0
-        stays = any(
-            inside == 1 and MIXERS[group.mixer].keeps_rows(self._model, group, aligned) for inside, group in zip(self._inside, self._groups)
-        )
-        copied = sum(inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows) if inside > 1)
-        return self.units * copied if stays and len(self._inside) > 1 else 0
+    def computed_rows(self, tensor: int) -> int:
+        """Of one of `tensor` ranks, with those that fill them up to a whole border."""
+        return _filled(self.rows // tensor)
 
     def possible_tensor_sizes(self) -> list[int]:
         return [size for size in range(1, self.units + 1) if self.units % size == 0]
 
-    def cut(self, projected: Tensor) -> list[dict[str, Tensor]]:
-        """[..., rows of some whole layer units] -> for each group its named rows, each [..., units of the group, size]."""
-        return [{name: rows.flatten(-3, -2) for name, rows in part.items()} for part in self.places(projected)]
+    @cached_property
+    def _blocks(self) -> list[tuple[int, str, int]]:
+        """(group, name, rows a unit of the group) in block order."""
+        blocks = [(i, name, size) for i, rows in enumerate(self._rows) for name, size in rows.items()]
+        return sorted(blocks, key=lambda block: block[2] % BORDER != 0)
 
-    def places(self, projected: Tensor) -> list[dict[str, Tensor]]:
-        """As `cut`, but views: each [..., layer units, units of the group in one, size]."""
-        widths = [inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows)]
-        parts = projected.unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
-        return [
-            dict(zip(rows, part.unflatten(-1, (inside, sum(rows.values()))).split(list(rows.values()), dim=-1)))
+    @property
+    def _unit_rows(self) -> int:
+        return self.rows // self.units
+
+    def in_block_order(self, weight: Tensor) -> Tensor:
+        """The rows of some whole layer units, weight [rows, h], in block order, with rows of zeros behind up to a whole border."""
+        return _InBlockOrder.apply(weight, *self._order(weight.shape[0] // self._unit_rows, weight.device))
+
+    def _order(self, units: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which row stands where in block order, and the other way round."""
+        if (units, device) not in self._orders:
+            order = self._block_order(units)
+            self._orders[units, device] = order.to(device), order.argsort().to(device)
+        return self._orders[units, device]
+
+    def _block_order(self, units: int) -> Tensor:
+        rows = torch.arange(units * self._unit_rows).unflatten(0, (units, -1))
+        parts = rows.split([inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows)], dim=1)
+        by_name = [
+            dict(zip(rows, part.unflatten(1, (inside, -1)).split(list(rows.values()), dim=2)))
             for part, inside, rows in zip(parts, self._inside, self._rows)
         ]
+        return torch.cat([by_name[group][name].flatten() for group, name, _ in self._blocks])
+
+    def cut(self, projected: Tensor) -> list[dict[str, Tensor]]:
+        """[..., rows of some whole layer units in block order] -> for each group its named rows, views [..., units of the group, size]."""
+        assert self._unit_rows >= BORDER, "else the rows of zeros could be taken for units"
+        units = projected.shape[-1] // self._unit_rows
+        counts = [units * self._inside[group] * size for group, _, size in self._blocks]
+        parts: list[dict[str, Tensor]] = [{} for _ in self._rows]
+        for (group, name, size), begin, count in zip(self._blocks, accumulate(counts, initial=0), counts):
+            parts[group][name] = projected.narrow(-1, begin, count).unflatten(-1, (-1, size))
+        return [{name: part[name] for name in rows} for part, rows in zip(parts, self._rows)]
 
     def cut_shared(self, projected: Tensor) -> list[dict[str, Tensor]]:
         """[..., shared rows] -> for each group its named shared rows, each [..., size]."""
@@ -83,3 +114,22 @@ class UnitOrder:
             return mixed[0].flatten(-2)
         by_unit = [o.unflatten(-2, (-1, inside)).flatten(-2) for o, inside in zip(mixed, self._inside)]
         return torch.cat(by_unit, dim=-1).flatten(-2)
+
+
+def _filled(rows: int) -> int:
+    return -(-rows // BORDER) * BORDER
+
+
+class _InBlockOrder(torch.autograd.Function):
+    """By index both ways: torch's gradient of an index adds rows up one after the other."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        arranged = weight.new_zeros(_filled(len(order)), weight.shape[1])
+        arranged[: len(order)] = weight.index_select(0, order)
+        return arranged
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.index_select(0, ctx.back), None, None

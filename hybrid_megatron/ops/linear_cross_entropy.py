@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybrid_megatron.ops import cross_entropy
+from hybrid_megatron.ops.matmul import add_matmul_, matmul
 
 CHUNK_ELEMENTS = 3 * 2**26
 """Logits in memory at once: 768 MiB in float32, and half as much again for their gradient in bfloat16."""
@@ -59,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         size = chunk_tokens(weight.shape[0])
         for at in range(0, hidden.shape[0], size):
             here = slice(at, at + size)
-            logits, words = _matmul(hidden[here], weight.T, wide), targets[here] - first
+            logits, words = matmul(hidden[here], weight.T, wide), targets[here] - first
             own = cross_entropy.row_sums(logits, words)
             joined = cross_entropy.over_ranks(own, group)
             losses[here] = joined.losses
@@ -72,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[here])
             if grad_weight is not None:
-                _add_matmul_(grad_weight, grad.T, hidden[here])
+                add_matmul_(grad_weight, grad.T, hidden[here])
             del grad
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
@@ -83,20 +84,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scaled = [None if grad is None else grad * grad_sum.to(grad.dtype) for grad in (grad_hidden, grad_weight)]
         return *scaled, None, None, None, None
-
-
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b accumulated and returned in `dtype`."""
-    if a.dtype == dtype:
-        return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else (a.to(dtype) @ b.to(dtype))
-
-
-def _add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, accumulated in total's dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -179,10 +179,13 @@ def kept_by_layer(layout: Layout, layer: Layer) -> int:
 
 
 def layer_bytes(layout: Layout, layer: Layer) -> int:
-    """What a layer keeps with nothing recomputed: both norms, the mixers, what the output projection takes, the SwiGLU block."""
+    """What a layer keeps with nothing recomputed: both norms, the input projection's weight in block order, the mixers, what the output
+    projection takes, the SwiGLU block."""
     model, tensor = layout.config.model, layout.config.parallel.tensor
-    joined = UnitOrder(model, layer.groups).columns // tensor * layout.local_tokens * layout.element
-    return 2 * norm_bytes(layout) + mixer_bytes(layout, layer) + joined + mlp_bytes(layout)
+    order = UnitOrder(model, layer.groups)
+    weight = order.computed_rows(tensor) * model.hidden_size * layout.element
+    joined = order.columns // tensor * layout.local_tokens * layout.element
+    return 2 * norm_bytes(layout) + weight + mixer_bytes(layout, layer) + joined + mlp_bytes(layout)
 
 
 def norm_bytes(layout: Layout) -> int:
@@ -196,14 +199,14 @@ def mlp_bytes(layout: Layout) -> int:
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
-    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), copies into unit order, what context parallelism adds,
-    and under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
+    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), what fills their projected rows up, what context
+    parallelism adds, and under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
     model, tensor, tokens, element = layout.config.model, layout.config.parallel.tensor, layout.local_tokens, layout.element
     order = UnitOrder(model, layer.groups)
     mixers = [(MIXERS[group.mixer], group) for group in layer.groups]
     whole = sum(mixer.whole_activation_bytes(model, group, tokens, element) for mixer, group in mixers)
     kept = sum(mixer.activation_bytes(model, group, tokens, element) for mixer, group in mixers)
-    split = (kept - whole + order.copied_rows(element) * tokens * element) // tensor
+    split = (kept - whole) // tensor + (order.computed_rows(tensor) - order.rows // tensor) * tokens * element
     gathered = layout.residual_share > 1 and any(mixer.takes_input for mixer, _ in mixers)
     return split + whole + (_residual(layout) * layout.residual_share if gathered else 0) + _context(layout, layer)
 

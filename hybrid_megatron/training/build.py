@@ -12,6 +12,7 @@ from hybrid_megatron.model.hybrid_model import HybridModel, build_chunks
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.optimizer import build_optimizer
+from hybrid_megatron.training.weight_gradients import add_weight_gradients_by_matmul
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -53,6 +54,7 @@ def reduced(chunks: list[HybridModel], ddp: DistributedDataParallelConfig) -> li
     """The chunks, wrapped so that the pipeline schedule leaves their gradients reduced."""
     config = chunks[0].config  # one for all chunks; the schedule asks it for the functions below
     model = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    add_weight_gradients_by_matmul(model)
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = model[0].no_sync if len(model) == 1 else [chunk.no_sync for chunk in model]
     return model

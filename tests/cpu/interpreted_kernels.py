@@ -8,7 +8,7 @@ import json
 import torch
 import torch.nn.functional as F
 
-from hybrid_megatron.ops import cross_entropy_kernels, rotary_kernel
+from hybrid_megatron.ops import cross_entropy_kernels, rms_norm_kernels, rotary_kernel, row_copy_kernel, swiglu_kernels, unit_silu_kernels
 from tests.definitions import relative_error
 
 
@@ -47,6 +47,61 @@ def rotation(heads: int, width: int, tables: int) -> dict[str, float]:
     return {"output": relative_error(out, expected), "gradient": relative_error(rows.grad, exact.grad)}
 
 
+def rms_norm(rows: int, width: int) -> dict[str, float]:
+    """More rows than there are programs, for the weight's sums; some rows next to zero."""
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(rows, width, generator=random) * torch.rand(rows, 1, generator=random) ** 4
+    weight, grad = torch.rand(width, generator=random) + 0.5, torch.randn(rows, width, generator=random)
+    exact, exact_weight = (t.double().requires_grad_() for t in (x, weight))
+    F.rms_norm(exact, (width,), exact_weight, 1e-5).backward(grad.double())
+    inverse = (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt().float()
+    of_x, of_weight = rms_norm_kernels.gradients(grad, x, weight, inverse)
+    return {"input": relative_error(of_x, exact.grad), "weight": relative_error(of_weight, exact_weight.grad)}
+
+
+def swiglu(width: int) -> dict[str, float]:
+    random = torch.Generator().manual_seed(3)
+    x, grad = torch.randn(2, 3, 2 * width, generator=random) * 4, torch.randn(2, 3, width, generator=random)
+    exact = x.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    expected = F.silu(gate) * up
+    expected.backward(grad.double())
+    return {
+        "output": relative_error(swiglu_kernels.product(x), expected),
+        "gradient": relative_error(swiglu_kernels.gradient(grad, x), exact.grad),
+    }
+
+
+def unit_silu(heads: int, width: int) -> dict[str, float]:
+    """A slice between other rows, with a row of zeros; the gradient lies head by head."""
+    random = torch.Generator().manual_seed(4)
+    rows = torch.randn(2, 5, heads, 3 * width, generator=random)
+    rows[1, 2, 0] = 0
+    x, grad = rows[..., width : 2 * width].requires_grad_(), torch.randn(2, heads, 5, width, generator=random).transpose(1, 2)
+    out = unit_silu_kernels.UnitSiLU.apply(x)
+    (gradient,) = torch.autograd.grad(out, x, grad)
+    exact = x.detach().double().requires_grad_()
+    expected = F.normalize(F.silu(exact), dim=-1)
+    expected.backward(grad.double())
+    zero = torch.zeros_like(gradient, dtype=torch.bool)
+    zero[1, 2, 0] = True  # 1e12 times as large as the others
+    return {
+        "output": relative_error(out, expected),
+        "gradient": relative_error(gradient.masked_fill(zero, 0), exact.grad.masked_fill(zero, 0)),
+        "gradient of a row of zeros": relative_error(gradient[1, 2, 0], exact.grad[1, 2, 0]),
+    }
+
+
+def copied_rows(heads: int, width: int) -> dict[str, float]:
+    """From head by head into a place between other rows, which stay as they are."""
+    source = torch.randn(2, heads, 5, width, generator=torch.Generator().manual_seed(5)).transpose(1, 2)
+    whole = torch.full((5, 2, 7 + heads * width + 3), 9.0)
+    target = whole.transpose(0, 1)[..., 7:-3].unflatten(-1, (heads, width))
+    row_copy_kernel.copy(source, target)
+    assert (whole[..., :7] == 9).all() and (whole[..., -3:] == 9).all()
+    return {"copy": relative_error(target, source)}
+
+
 if __name__ == "__main__":
     found = {
         f"cross entropy of {words} words, {dtype}": cross_entropy(words, dtype)
@@ -54,4 +109,8 @@ if __name__ == "__main__":
         for dtype in (torch.float32, torch.bfloat16)
     }
     found |= {f"rotation of {heads} heads of {width}": rotation(heads, width, tables) for heads, width, tables in ((3, 8, 1), (17, 6, 2))}
+    found |= {f"RMSNorm of {rows} x {width}": rms_norm(rows, width) for rows, width in ((3, 24), (1100, 8))}
+    found |= {f"SwiGLU of {width}": swiglu(width) for width in (24, 1100)}
+    found |= {f"SiLU and L2 norm of {heads} heads of {width}": unit_silu(heads, width) for heads, width in ((3, 8), (17, 6))}
+    found |= {f"copy of {heads} heads of {width}": copied_rows(heads, width) for heads, width in ((3, 8), (17, 6), (12, 1))}
     print(json.dumps(found))

@@ -16,12 +16,12 @@ from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.mixer_layer import MixerLayer
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import linear_cross_entropy as loss_module
+from hybrid_megatron.ops import swiglu
 from hybrid_megatron.parallel import SequenceLayout, start
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import train_step
 from megatron.core import parallel_state
-from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers, mappings
 
@@ -130,9 +130,9 @@ def layer_without_mixers(words: list[str]) -> tuple[int, int, int]:
             projected, _ = mixing.in_proj(hidden)
             return mixing.out_proj(projected[..., : mixing.order.columns // config.parallel.tensor].contiguous())
 
-        # Compiled, as it is on CUDA, SwiGLU's backward pass allocates nothing but its result.
-        compiled = patch.object(fused_bias_swiglu, "swiglu_back", lambda gradient, gate_and_up: torch.zeros_like(gate_and_up))
-        with compiled, patch.object(MixerLayer, "forward", forward), Allocated() as allocated:
+        # By its kernel, as on CUDA, SwiGLU's backward pass allocates nothing but its result.
+        kernel = patch.object(swiglu, "_by_definition", lambda gradient, gate_and_up: torch.zeros_like(gate_and_up))
+        with kernel, patch.object(MixerLayer, "forward", forward), Allocated() as allocated:
             hidden = torch.randn(shape, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 output, _ = model.decoder.layers[0](hidden, attention_mask=None, packed_seq_params=layout)

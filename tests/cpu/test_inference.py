@@ -75,16 +75,22 @@ def place(layer, mixer: str, position: str) -> int:
     return next(i for i, each in enumerate(layer.mixers) if (each.group.mixer, each.group.position) == (mixer, position))
 
 
+def stored_rows(layer) -> list[dict[str, Tensor]]:
+    """For each group its named rows' places in the weight of the input projection."""
+    numbers = torch.arange(layer.order.rows, dtype=torch.float64)[:, None]
+    return [{name: rows.long() for name, rows in part.items()} for part in layer.order.cut(layer.order.in_block_order(numbers)[:, 0])]
+
+
 def scale_query_rows(layer, group: int, factor: float) -> None:
     """Multiply the rows of the input projection that make this group's queries."""
-    rows = layer.order.cut(torch.arange(layer.order.rows))[group]["q"].flatten()
+    rows = stored_rows(layer)[group]["q"].flatten()
     layer.in_proj.weight.data[rows] *= factor
 
 
 def keep_only(layer, group: int) -> None:
     """Zero the columns of the output projection of all other groups."""
     weight = layer.out_proj.weight.data
-    widths = [int(part["q"].numel()) for part in layer.order.cut(torch.arange(layer.order.rows))]
+    widths = [int(part["q"].numel()) for part in stored_rows(layer)]
     columns = torch.arange(sum(widths)).unflatten(0, (layer.order.units, -1))
     for other, part in enumerate(columns.split([width // layer.order.units for width in widths], dim=1)):
         if other != group:

@@ -28,10 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_kernels() -> None:
-    """No minutes of autotuning for shapes that only tests use."""
+    """No minutes of autotuning for shapes that only tests use; those of recipes take what is tuned."""
     if torch.cuda.is_available():
+        from hybrid_megatron import platform
+        from hybrid_megatron.ops.tuned_kernels import use_tuned_kernels
         from tests.gpu.untuned import spare_autotuning
 
+        use_tuned_kernels(platform.device_name())
         spare_autotuning()
 
 

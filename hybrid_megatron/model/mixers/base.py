@@ -38,12 +38,17 @@ class Mixer(MegatronModule):
     """Whether it computes with flash-linear-attention's kernels on CUDA."""
     takes_input: bool = False
     """Whether its parts hold `x` [b, s, h], the layer's input, all tokens of this context rank; it then projects that itself."""
-    layer_number: int = 1
-    """Of its layer in the model, from 1; set by the layer."""
 
     def __init__(
-        self, config: TransformerConfig, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, ranks: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        model: ModelConfig,
+        group: HeadGroup,
+        parallel: ParallelConfig,
+        ranks: ProcessGroupCollection,
+        layer_number: int,
     ):
+        """`layer_number`: of its layer in the model, from 1."""
         super().__init__(config=config)
         self.model, self.group, self.parallel, self.ranks = model, group, parallel, ranks
         self.local_units = self.units(model, group) // ranks.tp.size()
@@ -65,11 +70,6 @@ class Mixer(MegatronModule):
     def shared_rows(cls, model: ModelConfig, group: HeadGroup) -> dict[str, int]:
         """Named rows of a second projection of the layer's input, the same for all units and held whole by every tensor rank."""
         return {}
-
-    @classmethod
-    def keeps_rows(cls, model: ModelConfig, group: HeadGroup, aligned: bool) -> bool:
-        """Whether the backward pass needs the projected rows where they lie; `aligned`: on borders of 16 bytes."""
-        return True
 
     @classmethod
     @abstractmethod
@@ -166,11 +166,12 @@ class Mixer(MegatronModule):
     # --- for subclasses ------------------------------------------------------------------------------------------------------------
 
     def _parameter(
-        self, shape: int | tuple[int, ...], init, *, per_unit: bool, decayed: bool = False, dtype: torch.dtype | None = None
+        self, shape: int | tuple[int, ...], init=None, *, per_unit: bool, decayed: bool = False, dtype: torch.dtype | None = None
     ) -> torch.nn.Parameter:
         """A parameter split over tensor ranks with the units along its first dimension, or the same on all of them.
 
-        `init(shape, generator)` draws it whole. Gates, decays and norms have no weight decay (`decayed=False`).
+        `init(shape, generator)` draws it whole; without it, model/initialize.py draws it like any other. Gates, decays and norms have no
+        weight decay (`decayed=False`).
         """
         dtype = dtype or self.config.params_dtype
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=platform.device()))
@@ -182,7 +183,7 @@ class Mixer(MegatronModule):
 
     def _norm_weight(self) -> torch.nn.Parameter:
         """The weight [head_dim] of a norm of each head, shared by all heads of the group."""
-        return self._parameter(self.model.head_dim, lambda shape, generator: torch.ones(shape), per_unit=False)
+        return self._parameter(self.model.head_dim, per_unit=False)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""

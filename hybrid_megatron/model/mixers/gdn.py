@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_megatron.config.schema import GDNConfig, ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
-from hybrid_megatron.model.mixers.linear import LinearMixer, of_length_one
+from hybrid_megatron.model.mixers.linear import LinearMixer
 from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.gated_delta_rule import CHUNK, GatedDeltaRule
 
@@ -20,7 +20,7 @@ class GDN(LinearMixer):
     """Adds to LinearMixer's: rows [a (decay), b (beta)] of each head, parameters A_log and dt_bias. Without position unless asked."""
 
     default_position = "nope"
-    activates = True
+    activates = unit_length = True
     _state_products = 3  # k S too
 
     @staticmethod
@@ -37,8 +37,8 @@ class GDN(LinearMixer):
 
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
-        """q and k before their L2 norms, the inverse of the chunk's triangular matrix; in float32 beta and the sums of gates."""
-        return element * (2 * model.head_dim + CHUNK) + 4 * 2
+        """The inverse of the chunk's triangular matrix; in float32 beta and the sums of gates."""
+        return element * CHUNK + 4 * 2
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:
@@ -52,15 +52,15 @@ class GDN(LinearMixer):
     def float32_params(cls, model: ModelConfig, group: HeadGroup) -> int:
         return 2 * group.heads
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         self.A_log = self._parameter(self.local_heads, A_log_drawn_from(0), per_unit=True, dtype=torch.float32)
         self.dt_bias = self._parameter(self.local_heads, draw_dt_bias, per_unit=True, dtype=torch.float32)
 
     def recurrence(self, q, k, v, parts) -> tuple[GatedDeltaRule, tuple[Tensor, ...]]:
         a, b = (parts[name].flatten(2) for name in ("a", "b"))
         gates = _gates(a, b, self.A_log, self.dt_bias, largest_beta=2 if self.model.gdn.allow_neg_eigval else 1)
-        return GatedDeltaRule(), (of_length_one(q), of_length_one(k), v, *gates)
+        return GatedDeltaRule(), (q, k, v, *gates)
 
     @staticmethod
     def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:

@@ -57,14 +57,10 @@ class GLA(LinearMixer):
     def inner_flops(cls, model: ModelConfig, group: HeadGroup, tokens: int, context: int) -> int:
         return super().inner_flops(model, group, tokens, context) + 2 * tokens * group.heads * model.head_dim * model.gla.gate_rank
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         channels = self.local_heads * model.head_dim
-
-        def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return model.init_std * torch.randn(shape, generator=generator)
-
-        self.gate_up = self._parameter((channels, model.gla.gate_rank), draw, per_unit=True)
+        self.gate_up = self._parameter((channels, model.gla.gate_rank), per_unit=True)
         self.gate_bias = self._parameter(channels, lambda shape, generator: torch.zeros(shape), per_unit=True, dtype=torch.float32)
 
     def recurrence(self, q, k, v, parts) -> tuple[GatedLinearAttention, tuple[Tensor, ...]]:

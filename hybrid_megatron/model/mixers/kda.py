@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_megatron.config.schema import KDAConfig, ModelConfig, ParallelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
-from hybrid_megatron.model.mixers.linear import LinearMixer, of_length_one
+from hybrid_megatron.model.mixers.linear import LinearMixer
 from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.kimi_delta_rule import KERNEL_CHUNK, KimiDeltaRule
 
@@ -22,7 +22,7 @@ class KDA(LinearMixer):
     dt_bias and, with an output gate, z_up (W4) and z_bias (c). Without position unless asked."""
 
     default_position = "nope"
-    activates = True
+    activates = unit_length = True
     positions_within_documents = True  # the two channels that RoPE turns together have gates of their own
     _state_products = 3  # k S too
 
@@ -48,11 +48,11 @@ class KDA(LinearMixer):
 
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
-        """q and k before their L2 norms, what dt_bias is added to and what the output gate is made of. Of FLA's kernel: the scores of q and
-        the inverse of the triangular matrix of each chunk; in float32 the gates, their sums, and beta. w, u, v_new and the states between
-        chunks are computed again in the backward pass."""
+        """What dt_bias is added to and what the output gate is made of. Of FLA's kernel: the scores of q and the inverse of the triangular
+        matrix of each chunk; in float32 the gates, their sums, and beta. w, u, v_new and the states between chunks are computed again in
+        the backward pass."""
         width = model.head_dim
-        return element * (3 * width + (width if _has_gate(model) else 0) + 2 * KERNEL_CHUNK) + 4 * (2 * width + 1)
+        return element * (width + (width if _has_gate(model) else 0) + 2 * KERNEL_CHUNK) + 4 * (2 * width + 1)
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:
@@ -82,25 +82,21 @@ class KDA(LinearMixer):
         tokens, heads = context // parallel.context, group.heads // parallel.tensor
         return kept + tokens * heads * (element * 2 * KERNEL_CHUNK + 4 * model.head_dim)
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         channels = self.local_heads * model.head_dim
-
-        def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return model.init_std * torch.randn(shape, generator=generator)
-
-        self.gate_up = self._parameter((channels, model.head_dim), draw, per_unit=True)
+        self.gate_up = self._parameter((channels, model.head_dim), per_unit=True)
         self.A_log = self._parameter(self.local_heads, A_log_drawn_from(1), per_unit=True, dtype=torch.float32)
         self.dt_bias = self._parameter(channels, draw_dt_bias, per_unit=True, dtype=torch.float32)
         if _has_gate(model):
-            self.z_up = self._parameter((channels, model.head_dim), draw, per_unit=True)
+            self.z_up = self._parameter((channels, model.head_dim), per_unit=True)
             self.z_bias = self._parameter(channels, lambda shape, generator: torch.zeros(shape), per_unit=True)
 
     def recurrence(self, q, k, v, parts) -> tuple[KimiDeltaRule, tuple[Tensor, ...]]:
         f = F.linear(parts["f"], self.gate_up).unflatten(-1, (-1, self.model.head_dim))
         largest_beta = 2 if self.model.kda.allow_neg_eigval else 1
         gates = _gates(f, parts["b"].flatten(2), self.A_log, self.dt_bias, largest_beta=largest_beta)
-        return KimiDeltaRule(), (of_length_one(q), of_length_one(k), v, *gates)
+        return KimiDeltaRule(), (q, k, v, *gates)
 
     def _gate_rows(self, parts: dict[str, Tensor]) -> Tensor:
         return F.linear(parts["z"], self.z_up, self.z_bias).unflatten(-1, (self.local_units, -1))

@@ -36,8 +36,8 @@ class Lightning(LinearMixer):
     def transition_columns(model: ModelConfig) -> int:
         return 0  # known beforehand
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         first = ranks.tp.rank() * self.local_heads
         self.log_decay = lightning_log_decay(group.heads)[first : first + self.local_heads]
 

@@ -16,6 +16,7 @@ from hybrid_megatron.model.mixers.softmax import GATES, busiest_halo
 from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
+from hybrid_megatron.ops.unit_silu import unit_silu
 from hybrid_megatron.parallel import SequenceLayout
 
 
@@ -30,6 +31,8 @@ class LinearMixer(RecurrentMixer):
 
     activates = False
     """Whether q, k and v pass through SiLU without a convolution too."""
+    unit_length = False
+    """Whether q and k are L2-normalised, last of all; those that are pass through SiLU."""
     positions_within_documents = False
     """Whether RoPE counts from the start of each masked document, because not only distances matter."""
 
@@ -119,6 +122,8 @@ class LinearMixer(RecurrentMixer):
             kept += wide + 2 * narrow  # what SiLU takes
         if settings.qk_norm and (settings.short_conv or cls.activates):
             kept += wide + narrow  # what the norms take
+        if cls.unit_length and not cls._at_once(model):
+            kept += wide + narrow  # what the L2 norms take
         sums = group.heads if settings.output_gate == "none" else 0  # root mean squares; with a gate they are computed again
         sums += group.heads + units if settings.qk_norm else 0
         convolved = (wide + 2 * narrow) if settings.short_conv else 0  # in float32
@@ -164,8 +169,8 @@ class LinearMixer(RecurrentMixer):
             )
         return problems
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         settings = self.settings(model)
         if settings.qk_norm:
             self.q_norm, self.k_norm = self._norm_weight(), self._norm_weight()
@@ -178,15 +183,22 @@ class LinearMixer(RecurrentMixer):
 
     @abstractmethod
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor]) -> tuple[Recurrence, tuple[Tensor, ...]]:
-        """The recurrence and its inputs, from q, k, v [b, s, n, d] with each head's own keys and values, and the rows of the gates."""
+        """The recurrence and its inputs, from q, k, v [b, s, n, d] as it takes them, each head with its own keys and values, and the rows
+        of the gates."""
 
     def mix(self, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
         settings = self.settings(self.model)
-        q, k, v = (self._convolved(parts[name], name, layout) for name in ("q", "k", "v"))
+        v = self._convolved(parts["v"], "v", layout)
+        if self._at_once(self.model):  # RoPE behind it leaves all lengths as they are
+            q, k = (unit_silu(self._by_head(parts[name])) for name in ("q", "k"))
+        else:
+            q, k = (self._convolved(parts[name], name, layout) for name in ("q", "k"))
         if settings.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         if self.group.position == "rope":
             q, k = (rotate(x, layout, settings.rope_base, within_documents=self.positions_within_documents) for x in (q, k))
+        if self.unit_length and not self._at_once(self.model):
+            q, k = of_length_one(q), of_length_one(k)
         if self.queries(self.model) > 1:
             k, v = (x.repeat_interleave(self.queries(self.model), dim=2) for x in (k, v))
         o = self._mixed(q, k, v, parts, layout).unflatten(2, (self.local_units, -1))
@@ -210,8 +222,16 @@ class LinearMixer(RecurrentMixer):
         if self.settings(self.model).short_conv:
             x = F.silu(short_convolution(x.flatten(2), getattr(self, f"conv_{name}"), layout, self.ranks.cp))
             return x.unflatten(-1, (-1, self.model.head_dim))
-        x = _silu(x) if self.activates else x
+        return self._by_head(_silu(x) if self.activates else x)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[b, s, units, heads of a unit * d] -> [b, s, heads, d]."""
         return x.unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3)
+
+    @classmethod
+    def _at_once(cls, model: ModelConfig) -> bool:
+        """Whether nothing stands between SiLU and L2 norm of q and k, so that both are one kernel and only the projected rows are kept."""
+        return cls.unit_length and not cls.settings(model).short_conv and not cls.settings(model).qk_norm
 
     @classmethod
     def reference(

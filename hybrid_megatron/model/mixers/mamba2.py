@@ -68,8 +68,8 @@ class Mamba2(LinearMixer):
         """D v and its sum too."""
         return super().inner_flops(model, group, tokens, context) + 2 * tokens * group.heads * model.head_dim
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         self.A_log = self._parameter(self.local_heads, A_log_drawn_from(1), per_unit=True, dtype=torch.float32)
         self.dt_bias = self._parameter(self.local_heads, draw_dt_bias, per_unit=True, dtype=torch.float32)
         self.D = self._parameter(self.local_heads, lambda shape, generator: torch.ones(shape), per_unit=True, dtype=torch.float32)

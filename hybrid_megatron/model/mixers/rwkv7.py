@@ -20,7 +20,6 @@ model's own draw, and all parameters have one learning rate (RWKV-7 doubles that
 """
 
 import math
-import weakref
 
 import torch
 import torch.nn.functional as F
@@ -62,10 +61,6 @@ class RWKV7(RecurrentMixer):
     @classmethod
     def rows(cls, model: ModelConfig, group: HeadGroup) -> dict[str, int]:
         return {}
-
-    @classmethod
-    def keeps_rows(cls, model: ModelConfig, group: HeadGroup, aligned: bool) -> bool:
-        return False
 
     @classmethod
     def columns(cls, model: ModelConfig, group: HeadGroup) -> int:
@@ -148,14 +143,12 @@ class RWKV7(RecurrentMixer):
 
     # --- the computation ---------------------------------------------------------------------------------------------------------
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         channels, hidden = self.local_heads * model.head_dim, model.hidden_size
 
-        me = weakref.ref(self)  # a parameter that held its module would keep it, and its process groups, for ever
-
-        def initial(name: str):
-            return lambda shape, generator: rwkv7_initial.DRAWS[name](shape, generator, me().layer_number, model)
+        def initial(name: str):  # without `self`: a parameter that held its module would keep it, and its process groups, for ever
+            return lambda shape, generator: rwkv7_initial.DRAWS[name](shape, generator, layer_number, model)
 
         for name in ("r_proj", "k_proj", "v_proj"):
             setattr(self, name, self._parameter((channels, hidden), initial(name), per_unit=True, decayed=True))

@@ -47,11 +47,6 @@ class SoftmaxMixer(Mixer):
         return {"q": wide, "k": model.head_dim, "v": model.head_dim} | gate
 
     @classmethod
-    def keeps_rows(cls, model: ModelConfig, group: HeadGroup, aligned: bool) -> bool:
-        """Rows off the borders are copied for the kernels (attention/alignment.py), all but the gate's."""
-        return aligned or cls.settings(model).output_gate != "none"
-
-    @classmethod
     def columns(cls, model: ModelConfig, group: HeadGroup) -> int:
         return cls.queries(model) * model.head_dim
 
@@ -102,8 +97,8 @@ class SoftmaxMixer(Mixer):
             )
         return problems
 
-    def __init__(self, config, model, group, parallel, ranks):
-        super().__init__(config, model, group, parallel, ranks)
+    def __init__(self, config, model, group, parallel, ranks, layer_number):
+        super().__init__(config, model, group, parallel, ranks, layer_number)
         if self.settings(model).qk_norm:
             self.q_norm, self.k_norm = self._norm_weight(), self._norm_weight()
 

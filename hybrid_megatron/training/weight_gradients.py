@@ -1,0 +1,26 @@
+"""Gradients of weights, added to megatron-core's float32 gradient buffers by the matrix product that makes them.
+
+megatron-core calls an extension of Apex for it, fused_weight_gradient_mlp_cuda. This is the same in torch: gradients are not rounded to
+bfloat16 on their way, and a copy and a sum of every weight's gradient are saved.
+"""
+
+from types import SimpleNamespace
+
+from hybrid_megatron.model.mixer_layer import InputProjection
+from hybrid_megatron.ops.matmul import add_matmul_
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import layers
+
+
+def add_weight_gradients_by_matmul(model: list[DistributedDataParallel]) -> None:
+    """For the parallel linear layers of chunks with gradient buffers; not where a weight is put in order before it multiplies."""
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add)
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)) and not isinstance(module, InputProjection):
+                module.gradient_accumulation_fusion = True
+
+
+def _add(inputs, grad, total) -> None:
+    """total [n, k] += grad^T inputs, of grad [t, n] and inputs [t, k]."""
+    add_matmul_(total, grad.t(), inputs)
