@@ -5,7 +5,6 @@ from pathlib import Path
 from hybrid_megatron.checkpoint.load import check_shapes, shapes_in
 from hybrid_megatron.checkpoint.store import CheckpointStore, checkpoint_at, read_progress
 from hybrid_megatron.config.schema import RunConfig
-from hybrid_megatron.errors import CheckpointError
 from hybrid_megatron.model.parameter_shapes import parameter_shapes
 
 
@@ -24,5 +23,5 @@ def check_origin(config: RunConfig) -> Path:
 
 def check_follows(config: RunConfig, before: RunConfig) -> None:
     """Raise CheckpointError unless `config` can start from what `before` will leave, a run that may not have begun."""
-    what = f"init_from={config.init_from}: this stage is to start from the one before, which"
+    what = f"{config.init_from}: the stage before"
     check_shapes(what, parameter_shapes(config), parameter_shapes(before), "give both stages the same model")

@@ -140,7 +140,8 @@ def test_a_run_that_resumes_does_not_read_it_again(ranks, tiny_data, tmp_path, o
     assert train(ranks, 1, [*words, f"run_dir={whole}"]).code == 0
     assert train(ranks, 1, [*words, f"run_dir={parts}"], stop=(4, 0, "SIGTERM")).code == 143
     shutil.rmtree(moved)
-    assert not needs_origin(load_recipe([*words, f"run_dir={parts}"])) and needs_origin(load_recipe([*words, f"run_dir={tmp_path / 'new'}"]))
+    assert not needs_origin(load_recipe([*words, f"run_dir={parts}"]))
+    assert needs_origin(load_recipe([*words, f"run_dir={tmp_path / 'new'}"]))
     ended = train(ranks, 1, [*words, f"run_dir={parts}"])
     assert ended.code == 0 and "resumed    step_00000004" in ended.out and "init_from" not in ended.out
     assert computed(parts) == computed(whole) and len(computed(whole)) == 8
