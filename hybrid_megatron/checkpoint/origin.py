@@ -5,6 +5,7 @@ from pathlib import Path
 from hybrid_megatron.checkpoint.load import check_shapes, shapes_in
 from hybrid_megatron.checkpoint.store import CheckpointStore, checkpoint_at, read_progress
 from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.errors import CheckpointError
 from hybrid_megatron.model.parameter_shapes import parameter_shapes
 
 
@@ -16,7 +17,10 @@ def needs_origin(config: RunConfig) -> bool:
 def check_origin(config: RunConfig) -> Path:
     """The checkpoint that `init_from` names. Raises CheckpointError where training would, but for damage that only hashes tell."""
     checkpoint = checkpoint_at(Path(config.init_from))
-    read_progress(checkpoint)
+    try:
+        read_progress(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; give another checkpoint") from None
     check_shapes(f"{checkpoint}: it", parameter_shapes(config), shapes_in(checkpoint), "change the model or give another checkpoint")
     return checkpoint
 
