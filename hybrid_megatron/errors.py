@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 
+from hybrid_megatron.command_line import interpreter
 
 _FIRST_WORD_SECONDS = 3.0
 """How long a silent process waits before it ends: torchrun ends all others with the first, and the one that speaks must come before."""
@@ -39,7 +40,7 @@ class NoIndexMaps(DataError):
     def __init__(self, problem: str, words: list[str] | None = None):
         self.problem = problem
         told = shlex.join(words) if words else "RECIPE [the same overrides]"
-        super().__init__(f"{problem}; make them once with: python -m data_prep build-cache {told}")
+        super().__init__(f"{problem}; make them once with: {interpreter()} -m data_prep build-cache {told}")
 
     def of_recipe(self, words: list[str]) -> "NoIndexMaps":
         """The same with the words as they were typed."""

@@ -1,4 +1,4 @@
-"""Counts as people write them: 4096, 10_240, 10,240, 1.5M, 50B."""
+"""Counts as people write them: 4096, 10_240, 10,240, 1.5M, 50B; and what is told in words."""
 
 import re
 from fractions import Fraction
@@ -20,3 +20,16 @@ def human_count(value: int) -> str:
     """52.5B and the like, rounded to three digits: for reading, not for parsing."""
     unit, size = next((each for each in _UNITS.items() if value < 999.5 * each[1]), ("T", _UNITS["T"]))
     return f"{value / size:.3g}{unit}"
+
+
+def human_hours(hours: float) -> str:
+    """3.5 hours, 12 minutes, less than a minute."""
+    if hours >= 1:
+        return f"{hours:,.1f} hours"
+    minutes = round(60 * hours)
+    return plural(minutes, "minute") if minutes else "less than a minute"
+
+
+def plural(count: int, thing: str) -> str:
+    """1 GPU, 1,024 GPUs."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"

@@ -1,7 +1,12 @@
 """python -m launch COMMAND ...: hands the words to the command's module."""
 
+import contextlib
 import importlib
+import os
+import select
+import signal
 import sys
+from collections.abc import Iterator
 
 COMMANDS = {
     "train": "train a recipe, from the newest checkpoint in its run folder if there is one",
@@ -27,7 +32,29 @@ def main(words: list[str]) -> None:
             f"error: launch has no command {words[0]!r}\n\n{text}" if asked else text, file=sys.stderr if asked or not words else sys.stdout
         )
         raise SystemExit(2 if asked or not words else 0)
-    importlib.import_module(f"launch.{words[0].replace('-', '_')}").main(words[1:])
+    with _reader_may_leave():
+        importlib.import_module(f"launch.{words[0].replace('-', '_')}").main(words[1:])
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Whoever reads what is printed may have enough of it, as `head` does: the end then, without a word, as of other programs."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # of a socket or of another process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _reader_is_gone() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":  # saving a checkpoint starts helper processes, which import this module anew

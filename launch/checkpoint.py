@@ -16,20 +16,27 @@ from pathlib import Path
 
 from hybrid_megatron.checkpoint.inventory import Entry, Rules, entries, named, problems, prune
 from hybrid_megatron.checkpoint.sizes import size
+from hybrid_megatron.command_line import pasted
 from hybrid_megatron.errors import CheckpointError, ConfigError, exit_with_code_2
+from hybrid_megatron.quantities import plural
 
 
 def main(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip())
         raise SystemExit(0 if words else 2)
-    settings = _parser().parse_args(words)
     with exit_with_code_2():
+        settings = _parser().parse_args(words)
         settings.command(settings)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(f"{message}; see {pasted('launch', 'checkpoint', '--help')}")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m launch checkpoint", allow_abbrev=False)
+    parser = _Parser(prog="python -m launch checkpoint", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="list | verify | prune")
 
     def command(name: str, function) -> argparse.ArgumentParser:
@@ -39,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     command("list", _list).add_argument("--json", action="store_true")
-    command("verify", _verify).add_argument("names", nargs="*", metavar="NAME")
+    command("verify", _verify).add_argument("names", nargs="*", metavar="NAME", default=[])
     pruning = command("prune", _prune)
     pruning.add_argument("--keep", type=int, metavar="N")
     pruning.add_argument("--permanent-every", type=int, metavar="N")
@@ -93,7 +100,7 @@ def _prune(settings: argparse.Namespace) -> None:
     would = "would remove" if settings.dry_run else "removed"
     for entry in leaving:
         print(f"{would} {entry.path.name} ({size(entry.size)})")
-    print(f"{would} {len(leaving)} of the checkpoints, {size(sum(entry.size for entry in leaving))}")
+    print(f"{would} {plural(len(leaving), 'checkpoint')}, {size(sum(entry.size for entry in leaving))}")
 
 
 def _age(seconds: float) -> str:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hybrid_megatron.errors import ConfigError, exit_with_code_2
+from hybrid_megatron.quantities import human_hours
 from hybrid_megatron.slurm.status import run_status
 from launch.words import help_if_asked
 
@@ -36,6 +37,9 @@ def _jobs(status: dict) -> list[str]:
             told = f"pending ({job['reason']})"
         elif job["state"] == "RUNNING":
             told = f"running for {job['elapsed']} on {job['nodes']}, {job['left']} left"
+            told += f", asked at {job['cancelled']} to save and end" if job["cancelled"] else ""
+        elif job["state"] == "FAILED" and job["cancelled"]:  # with a checkpoint, which Slurm cannot know
+            told = "cancelled"
         else:
             told = job["state"].lower()
         lines.append(f"job        {job['id']}: {told}" + (f"; training: {job['outcome']}" if job["outcome"] else ""))
@@ -49,7 +53,7 @@ def _progress(status: dict) -> list[str]:
         validated = "" if status["validation_loss"] is None else f", validation loss {status['validation_loss']:.4f}"
         lines.append(f"loss       {status['loss']:.4f}{validated}; last step {_ago(status['metrics_age_seconds'])}")
     if status["tokens_per_second"]:
-        left = "" if status["hours_left"] is None else f", {status['hours_left']:.1f} hours left"
+        left = "" if status["hours_left"] is None else f", {human_hours(status['hours_left'])} left"
         lines.append(f"pace       {status['tokens_per_second']:,.0f} tokens a second{left}")
     return [*lines, f"checkpoint {status['checkpoint'] or 'none yet'}"]
 

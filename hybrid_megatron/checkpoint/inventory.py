@@ -10,6 +10,7 @@ from pathlib import Path
 from hybrid_megatron.checkpoint.form import PERMANENT, ROLLING
 from hybrid_megatron.checkpoint.integrity import check_hashes, damages
 from hybrid_megatron.checkpoint.store import MARKER, CheckpointStore, Progress, is_of_a_step, read_progress
+from hybrid_megatron.command_line import pasted
 from hybrid_megatron.errors import CheckpointError, RunError
 from hybrid_megatron.training.folder_lock import FolderLock, Held, holder_of
 
@@ -129,7 +130,8 @@ def _newest_whole(run_dir: Path) -> Path:
             check_hashes(path)
             return path
     raise CheckpointError(
-        f"{_folder(run_dir)}: none of its checkpoints is whole, so none is removed; python -m launch checkpoint verify says why"
+        f"{_folder(run_dir)}: none of its checkpoints is whole, so none is removed; "
+        f"{pasted('launch', 'checkpoint', 'verify', run_dir)} says why"
     )
 
 

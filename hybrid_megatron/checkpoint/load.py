@@ -62,17 +62,11 @@ def load_weights(checkpoint: Path, model: list[HybridModel], state: ParallelStat
         progress = check_whole(checkpoint, state)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {then}") from None
-    with state.together(), _reading(checkpoint, then):
-        held = dist_checkpointing.load_tensors_metadata(str(checkpoint))
-    shapes = {name: tuple(tensor.global_shape) for name, tensor in held.items() if not name.startswith("optimizer.")}
-    names = set()
     with state.together():
-        for tensor in _tensors(model, state):
-            names.add(tensor.key)
-            _check_parameter(checkpoint, tensor.key, tuple(tensor.global_shape), shapes)
-    beyond = sorted(shapes.keys() - set().union(*state.of_all_ranks(names)))
-    if beyond:
-        raise CheckpointError(f"{checkpoint}: it holds {beyond[0]}, which this model does not have; change the model or {then}")
+        held = shapes_in(checkpoint)
+    mine = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(model, state)}
+    wanted = {name: shape for of_rank in state.of_all_ranks(mine) for name, shape in of_rank.items()}
+    check_shapes(f"{checkpoint}: it", wanted, held, f"change the model or {then}")
     content = {"model": sharded_weights(model, state)}
     with state.together(), _reading(checkpoint, then):
         loaded = dist_checkpointing.load(content, str(checkpoint))
@@ -80,14 +74,24 @@ def load_weights(checkpoint: Path, model: list[HybridModel], state: ParallelStat
     return progress
 
 
-def _check_parameter(checkpoint: Path, name: str, shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]]) -> None:
-    problem = None
-    if name not in shapes:
-        problem = f"it lacks {name}, which this model has"
-    elif shapes[name] != shape:
-        problem = f"it holds {name} as {list(shapes[name])}, and this model has it as {list(shape)}"
-    if problem:
-        raise CheckpointError(f"{checkpoint}: {problem}; change the model or give another checkpoint")
+def shapes_in(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of the parameters that a checkpoint holds, by name. Raises CheckpointError."""
+    with _reading(checkpoint, "give another checkpoint"):
+        held = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+    return {name: tuple(tensor.global_shape) for name, tensor in held.items() if not name.startswith("optimizer.")}
+
+
+def check_shapes(origin: str, wanted: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]], then: str) -> None:
+    """Raise CheckpointError with the first parameter of the model that `origin`, as a sentence begins with it, lacks or has in another
+    shape, or else the first that it has beyond them."""
+    for name, shape in wanted.items():
+        if name not in held:
+            raise CheckpointError(f"{origin} lacks {name}, which this model has; {then}")
+        if held[name] != shape:
+            told = f"{origin} holds {name} as {list(held[name])}, and this model has it as {list(shape)}"
+            raise CheckpointError(f"{told}; {then}")
+    if beyond := sorted(held.keys() - wanted.keys()):
+        raise CheckpointError(f"{origin} holds {beyond[0]}, which this model does not have; {then}")
 
 
 def _tensors(model: list[HybridModel], state: ParallelState) -> list[ShardedTensor]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_megatron.checkpoint.store import checkpoint_at
+from hybrid_megatron.checkpoint.origin import check_origin, needs_origin
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.data import open_dataset
 from hybrid_megatron.data.datasets import SPLITS, files_of
@@ -38,9 +38,8 @@ def gather_files(config: RunConfig, words: list[str]) -> dict[str, Seen]:
     for split in SPLITS:
         if prefix := getattr(config.data, split):
             found[f"data.{split}"] = _see(lambda split=split: files_of(open_dataset(config, split)), Path(prefix).parent, words)
-    if config.init_from is not None:
-        origin = Path(config.init_from)
-        found["init_from"] = _see(lambda: sorted(checkpoint_at(origin).iterdir()), origin, words)
+    if needs_origin(config):
+        found["init_from"] = _see(lambda: sorted(check_origin(config).iterdir()), Path(config.init_from), words)
     return found
 
 

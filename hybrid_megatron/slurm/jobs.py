@@ -1,6 +1,7 @@
 """The jobs of a run folder: jobs.jsonl, and what Slurm knows of them. All run the recipe submitted.yaml.
 
 A line of jobs.jsonl: id, time; of jobs that `launch submit` submitted also code (hash of its snapshot), options (of sbatch), dependency.
+One more line says when `launch cancel` was first asked to end it: id, time, cancelled.
 """
 
 import json
@@ -9,15 +10,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_megatron.errors import RunError
+from hybrid_megatron.errors import ConfigError, RunError
 
 RECIPE = "submitted.yaml"
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 """States from which a job does not come back; completing is none, since one that is being requeued completes first."""
 
+TIME = "%Y-%m-%dT%H:%M:%S%z"
+
 _COLUMNS = ("id", "state", "reason", "nodes", "elapsed", "left", "start")
 _FORMAT = "%i|%T|%r|%N|%M|%L|%S"
 _NOT_FOUND_BY_BASH = 127
+_OF_A_RUN_FOLDER = (RECIPE, "jobs.jsonl", "config.yaml", "checkpoints", ".lock.*")
+"""One of these is in every folder in which a run was submitted or has begun."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +45,34 @@ class Job:
         return self.state not in OVER
 
 
+def check_run_folder(path: Path) -> None:
+    """Raise ConfigError unless it is the folder of a run."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; name the run folder of a job")
+    if not any(next(path.glob(name), None) for name in _OF_A_RUN_FOLDER):
+        raise ConfigError(f"{path}: no run was submitted or has begun in this folder; name the run folder of a job")
+
+
 def recorded(run_dir: Path) -> list[dict]:
     """The lines of jobs.jsonl, oldest first, one a job."""
     file, lines = run_dir / "jobs.jsonl", {}
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:
             entry = json.loads(line)
-            lines[entry["id"]] = lines.get(entry["id"], {}) | entry
+            lines[entry["id"]] = entry | lines.get(entry["id"], {})
         except (ValueError, KeyError, TypeError):  # cut off by a full disk
             continue
     return list(lines.values())
 
 
 def record(run_dir: Path, job: str, **facts) -> None:
+    """What was said of a job first counts."""
     with open(run_dir / "jobs.jsonl", "a") as file:
-        file.write(json.dumps({"id": job, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}) + "\n")
+        file.write(json.dumps({"id": job, "time": time.strftime(TIME), **facts}) + "\n")
+
+
+def record_cancelled(run_dir: Path, job: str) -> None:
+    record(run_dir, job, cancelled=time.strftime(TIME))
 
 
 def known_to_slurm(ids: list[str]) -> dict[str, Job]:
@@ -64,7 +82,7 @@ def known_to_slurm(ids: list[str]) -> dict[str, Job]:
     command = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", f"--format={_FORMAT}"]
     ended = ask_slurm(command)
     if ended.returncode and "Invalid job id" not in ended.stderr:  # which it says of a single unknown one
-        raise RunError(f"squeue: {_last_line(ended.stderr)}; try again when Slurm answers")
+        raise RunError(f"{_failed(ended)}; try again when Slurm answers")
     jobs = [Job(**dict(zip(_COLUMNS, line.split("|")))) for line in ended.stdout.splitlines() if line.count("|") == len(_COLUMNS) - 1]
     return {job.id: job for job in jobs}
 
@@ -85,7 +103,7 @@ def told_by(ended: subprocess.CompletedProcess) -> str:
     if ended.returncode == _NOT_FOUND_BY_BASH:
         raise _not_found(ended.args[0])
     if ended.returncode:
-        raise RunError(f"{ended.args[0]}: {_last_line(ended.stderr)}")
+        raise RunError(_failed(ended))
     return ended.stdout.strip()
 
 
@@ -93,5 +111,7 @@ def _not_found(command: str) -> RunError:
     return RunError(f"{command}: not found; this is for a node where Slurm's commands are, such as a login node")
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it failed without a word"])[-1]
+def _failed(ended: subprocess.CompletedProcess) -> str:
+    """The command and its last words, which begin with its name too, and perhaps with `error`."""
+    command, words = ended.args[0], (ended.stderr.strip().splitlines() or ["it failed without a word"])[-1]
+    return f"{command}: {words.removeprefix(f'{command}: ').removeprefix('error: ')}"

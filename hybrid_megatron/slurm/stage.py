@@ -1,42 +1,92 @@
 """One run to submit: its recipe with paths that hold anywhere, and all that would make its job fail, found before it waits in a queue."""
 
 import dataclasses
+import os
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid_megatron.checkpoint.origin import check_follows, check_origin, needs_origin
 from hybrid_megatron.checkpoint.store import CheckpointStore, read_progress
+from hybrid_megatron.command_line import pasted
 from hybrid_megatron.config import RunConfig, load_recipe, save_config
 from hybrid_megatron.data import open_dataset
 from hybrid_megatron.errors import CheckpointError, ConfigError, NoIndexMaps, RunError
 from hybrid_megatron.planning.plan import all_problems, invalid, make_plan
+from hybrid_megatron.quantities import plural
 from hybrid_megatron.slurm.jobs import RECIPE, active_jobs
+from hybrid_megatron.slurm.layout import words_of_job
 from hybrid_megatron.training.run_folder import check_same_run
 
 
-def read_stages(recipes: list[list[str]]) -> list[RunConfig]:
+@dataclass(frozen=True)
+class Stage:
+    config: RunConfig
+    words: list[str]
+    """Recipe and overrides as typed, and from what it starts."""
+    layout: list[str]
+    """What the batch script adds to them for a recipe of this name."""
+    kept: list[str]
+    """Of the words those that follow submitted.yaml, because the batch script adds something to every recipe, and words given win."""
+
+
+def read_stages(recipes: list[list[str]], template: Path) -> list[Stage]:
     """The runs of a chain; each starts from the parameters of the one before, unless its words say from what. Raises ConfigError."""
-    configs: list[RunConfig] = []
+    stages: list[Stage] = []
+    folders: set[str] = set()
     for words in recipes:
-        if configs and not any(word.startswith("init_from=") for word in words):
-            words = [*words, f"init_from={configs[-1].run_dir}"]
-        configs.append(load_recipe(words))
-        if any(config.run_dir == configs[-1].run_dir for config in configs[:-1]):
-            raise ConfigError(f"run_dir={configs[-1].run_dir}: two stages of this chain have it; each stage needs a folder of its own")
-    return [_absolute(config) for config in configs]
+        if stages and not any(word.startswith("init_from=") for word in words):
+            words = [*words, f"init_from={stages[-1].config.run_dir}"]
+        of_job = words_of_job(template, words)
+        config = _absolute(load_recipe(of_job))
+        if config.run_dir in folders:
+            raise ConfigError(f"run_dir={config.run_dir}: two stages of this chain have it; each stage needs a folder of its own")
+        folders.add(config.run_dir)
+        always = {_section(word) for word in words_of_job(template, [RECIPE])[1:]}
+        kept = [word for word in words[1:] if _section(word) in always]
+        stages.append(Stage(config, words, [word for word in of_job if word not in words], kept))
+    return stages
 
 
-def check(config: RunConfig, words: list[str], gpus: int) -> dict:
-    """The run's plan on so many GPUs. Raises a UserError for whatever would end its job at once, or let it run out of memory."""
+def _section(word: str) -> str:
+    return word.partition("=")[0].partition(".")[0]
+
+
+def check(stage: Stage, gpus: int, earlier: list[Stage], after_another: bool) -> dict:
+    """The run's plan on so many GPUs. Raises a UserError for whatever would end its job at once, or let it run out of memory.
+
+    `earlier`: the stages before it. `after_another`: whether it waits for a job outside the chain, which may still make its `init_from`.
+    """
+    config = stage.config
     plan = make_plan(config, [gpus])
     if invalid(plan):
         raise ConfigError(all_problems(plan))
     _check_memory(plan, gpus)
     check_same_run(config)
+    _check_start(config, [each.config for each in earlier], after_another)
     try:
         for split in ("train", "valid") if config.data.valid is not None else ("train",):
             open_dataset(config, split)
     except NoIndexMaps as error:
-        raise error.of_recipe(words) from None
+        raise error.of_recipe(stage.words) from None
     return plan
+
+
+def _check_start(config: RunConfig, earlier: list[RunConfig], after_another: bool) -> None:
+    """That the parameters it starts from are those of its model, be it that they are still to come."""
+    if not needs_origin(config):
+        return
+    origin = Path(config.init_from).resolve()
+    before = next((each for each in earlier if origin.is_relative_to(Path(each.run_dir).resolve())), None)
+    if before is None and after_another and (origin / RECIPE).is_file() and CheckpointStore(origin).newest() is None:
+        before = load_recipe([str(origin / RECIPE)])
+    try:
+        if before is None:
+            check_origin(config)
+        else:
+            check_follows(config, before)
+    except CheckpointError as error:
+        raise CheckpointError(f"init_from={error}") from None
 
 
 def is_complete(config: RunConfig) -> bool:
@@ -53,8 +103,19 @@ def check_free(run_dir: Path) -> None:
         told = ", ".join(f"{job.id} ({job.state.lower()})" for job in active)
         raise RunError(
             f"run_dir={run_dir}: there is already job {told} for this run folder; wait for it, end it with "
-            f"python -m launch cancel {run_dir}, or give another folder with run_dir=PATH"
+            f"{pasted('launch', 'cancel', run_dir)}, or give another folder with run_dir=PATH"
         )
+
+
+def check_place(run_dir: Path) -> None:
+    """Raise RunError if a job of this folder runs or waits, or if it cannot be written to or made. Makes nothing."""
+    check_free(run_dir)
+    place = run_dir.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    problem = "Not a directory" if not place.is_dir() else None if os.access(place, os.W_OK | os.X_OK) else "Permission denied"
+    if problem:
+        raise RunError(f"run_dir={run_dir}: cannot write there ({problem}); give another with run_dir=PATH")
 
 
 def write_recipe(config: RunConfig) -> Path:
@@ -72,9 +133,10 @@ def write_recipe(config: RunConfig) -> Path:
 def _check_memory(plan: dict, gpus: int) -> None:
     needed, suggested = plan["memory_gib_per_gpu"][str(gpus)], plan["suggestion"][str(gpus)]
     if not needed["fits"]:
-        way_out = f"add {' '.join(suggested['overrides'])}" if suggested else "no layout of so many GPUs fits; take more"
+        way_out = f"add {shlex.join(suggested['overrides'])}" if suggested else "no layout of so many GPUs fits; take more"
         raise RunError(
-            f"{plan['recipe']}: on {gpus} GPUs it takes {needed['peak']:.1f} GiB of each, and {needed['usable']:.1f} are usable; {way_out}"
+            f"{plan['recipe']}: on {plural(gpus, 'GPU')} it takes {needed['peak']:.1f} GiB of each, and {needed['usable']:.1f} are usable; "
+            f"{way_out}"
         )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hybrid_megatron.checkpoint.store import CheckpointStore
 from hybrid_megatron.config import load_recipe
-from hybrid_megatron.errors import ConfigError, RunError, UserError
-from hybrid_megatron.slurm.jobs import RECIPE, known_to_slurm, recorded
+from hybrid_megatron.errors import RunError, UserError
+from hybrid_megatron.slurm.jobs import RECIPE, TIME, check_run_folder, known_to_slurm, recorded
 
 _TAIL_BYTES = 1 << 16
 _STEPS_OF_A_RATE = 50
@@ -19,11 +19,10 @@ def run_status(run_dir: Path) -> dict:
     """What `launch status --json` prints. Raises ConfigError where there is no run folder.
 
     run_dir; step, steps, tokens, loss, validation_loss, metrics_age_seconds; tokens_per_second, hours_left, at the pace of the last steps;
-    checkpoint, the newest; jobs, oldest first: id, submitted, state, reason, nodes, elapsed, left, outcome, attempts; slurm, why there is
-    nothing of it; events, the last ones; heartbeats: rank, host, phase, step, age_seconds. What is not known is null.
+    checkpoint, the newest; jobs, oldest first: id, submitted, cancelled, state, reason, nodes, elapsed, left, outcome, attempts; slurm, why
+    there is nothing of it; events, the last ones; heartbeats: rank, host, phase, step, age_seconds. What is not known is null.
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder; name the run folder of a job")
+    check_run_folder(run_dir)
     newest = CheckpointStore(run_dir).newest()
     jobs, slurm = _jobs(run_dir)
     return {
@@ -78,10 +77,16 @@ def _jobs(run_dir: Path) -> tuple[list[dict], str | None]:
         own, job = run_dir / "logs" / f"job_{entry['id']}", known.get(entry["id"])
         of_slurm = {name: getattr(job, name, None) for name in ("state", "reason", "nodes", "elapsed", "left")}
         outcome, attempts = _lines(own / "outcome"), _lines(own / "attempts")
-        jobs.append(
-            {"id": entry["id"], "submitted": entry.get("time"), **of_slurm, "outcome": (outcome or [None])[0], "attempts": attempts}
-        )
+        training = {"outcome": (outcome or [None])[0], "attempts": attempts}
+        jobs.append({"id": entry["id"], "submitted": entry.get("time"), "cancelled": _cancelled(entry, own), **of_slurm, **training})
     return jobs, slurm
+
+
+def _cancelled(entry: dict, logs: Path) -> str | None:
+    """When the end was first asked for: by `launch cancel`, or by its signal alone, which the job has noted."""
+    if (noted := logs / "cancelled").exists():
+        return entry.get("cancelled") or time.strftime(TIME, time.localtime(noted.stat().st_mtime))
+    return entry.get("cancelled")
 
 
 def _heartbeats(run_dir: Path) -> list[dict]:

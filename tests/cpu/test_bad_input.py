@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hybrid_megatron.command_line import interpreter
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.data import build_index_caches
 from hybrid_megatron.training.run_folder import RunFolder
@@ -78,7 +79,7 @@ DATASETS = {
     "manifest is no JSON": (lambda d: truncate(d / "train.manifest.json", 20), "train.manifest.json is damaged"),
     "manifest of another": (lambda d: shutil.copy(d / "valid.manifest.json", d / "train.manifest.json"), "but its manifest says"),
     "manifest of the future": (lambda d: edit_json(d / "train.manifest.json", format=2), "format 2, but format 1 is needed"),
-    "no index maps": (lambda d: shutil.rmtree(d / "cache"), "make them once with: python -m data_prep build-cache /"),
+    "no index maps": (lambda d: shutil.rmtree(d / "cache"), f"make them once with: {interpreter()} -m data_prep build-cache /"),
     "truncated index map": (
         lambda d: [truncate(path, 8) for path in (d / "cache").glob("*sample_index.npy")],
         "is damaged (mmap length is greater than file size); remove it and run build-cache again",

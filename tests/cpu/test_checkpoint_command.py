@@ -93,11 +93,11 @@ def test_prune_by_rule(run):
     ended = command("prune", run, "--keep", 2, "--permanent-every", 6, "--dry-run")
     assert ended.code == 0 and snapshot(run) == before
     assert [line.split()[2] for line in ended.out.splitlines()[:-1]] == [f"step_0000000{step}" for step in (2, 4, 5, 3, 9)]
-    assert ended.out.splitlines()[-1].startswith("would remove 5 of the checkpoints, ")
+    assert ended.out.splitlines()[-1].startswith("would remove 5 checkpoints, ")
     ended = command("prune", run, "--keep", 2, "--permanent-every", 6)
-    assert ended.code == 0 and ended.out.splitlines()[-1].startswith("removed 5 of the checkpoints, ")
+    assert ended.code == 0 and ended.out.splitlines()[-1].startswith("removed 5 checkpoints, ")
     assert checkpoints(run) == ["step_00000006", "step_00000007", "step_00000008", "step_00000010"], "10 is the newest, whatever the rule"
-    assert command("prune", run, "--keep", 2, "--permanent-every", 6).out.startswith("removed 0 of the checkpoints")
+    assert command("prune", run, "--keep", 2, "--permanent-every", 6).out.startswith("removed 0 checkpoints")
 
 
 def test_prune_never_removes_the_newest_whole_one(run):
@@ -156,3 +156,15 @@ def test_it_needs_no_torch(run):
     )
     done = subprocess.run([sys.executable, "-c", program, "checkpoint", "list", run], cwd=CHECKOUT, capture_output=True, text=True)
     assert done.returncode == 0 and "step_00000010" in done.stdout, done.stderr
+
+
+def test_what_is_missing_is_said_in_one_sentence():
+    for word in ("list", "verify", "prune"):
+        ended = command(word)
+        [said] = ended.errors
+        assert ended.code == 2
+        assert said.startswith("the following arguments are required: RUN_DIR; see ") and said.endswith("-m launch checkpoint --help")
+
+
+def test_one_is_one(run):
+    assert command("prune", run, "--keep", 4).out.splitlines()[-1].startswith("removed 1 checkpoint, ")

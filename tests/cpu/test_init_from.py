@@ -1,6 +1,7 @@
 """A fresh run that starts from another's parameters takes these alone, under any layout, and says so."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 from hybrid_megatron.checkpoint.load import load_weights
+from hybrid_megatron.checkpoint.origin import check_origin, needs_origin
 from hybrid_megatron.checkpoint.store import checkpoint_at
 from hybrid_megatron.config import RunConfig, load_recipe
 from hybrid_megatron.data import build_index_caches, open_dataset
+from hybrid_megatron.errors import CheckpointError
 from hybrid_megatron.model.hybrid_model import build_chunks
+from hybrid_megatron.model.parameter_shapes import parameter_shapes
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import start
 from hybrid_megatron.training.build import build_trainer
@@ -20,7 +24,8 @@ from tests.cpu import cells
 from tests.cpu.reference_model import reference_loss
 from tests.cpu.runs import checkpoints, computed, contents, differing, snapshot, tensors, train, train_and_watch
 from tests.cpu.test_parity import LAYOUTS, first_batch
-from tests.cpu.tiny import tiny_words
+from tests.cpu.tiny import tiny_config, tiny_words
+from tests.cpu.zoo import MATRIX, MIXED
 
 HERE = {"one process": (1, [])} | LAYOUTS
 DROPE = "pattern=[{mixer: gdn}, {mixer: attention, position: nope}, {mixer: gdn}, {mixer: attention, position: nope}]"
@@ -135,6 +140,8 @@ def test_a_run_that_resumes_does_not_read_it_again(ranks, tiny_data, tmp_path, o
     assert train(ranks, 1, [*words, f"run_dir={whole}"]).code == 0
     assert train(ranks, 1, [*words, f"run_dir={parts}"], stop=(4, 0, "SIGTERM")).code == 143
     shutil.rmtree(moved)
+    assert not needs_origin(load_recipe([*words, f"run_dir={parts}"]))
+    assert needs_origin(load_recipe([*words, f"run_dir={tmp_path / 'new'}"]))
     ended = train(ranks, 1, [*words, f"run_dir={parts}"])
     assert ended.code == 0 and "resumed    step_00000004" in ended.out and "init_from" not in ended.out
     assert computed(parts) == computed(whole) and len(computed(whole)) == 8
@@ -192,6 +199,35 @@ def test_parameters_that_do_not_fit(ranks, tiny_data, tmp_path, origin, case, si
     assert not (run / "metrics.jsonl").exists() and not (run / "config.yaml").exists(), "before training"
 
 
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_known_without_building_the_model(tiny_data, origin, case):
+    """To submitting and preflight, in training's words."""
+    overrides, problem = MISFITS[case]
+    checkpoint = origin / "checkpoints/step_00000020"
+    with pytest.raises(CheckpointError, match=re.escape(f"{checkpoint}: {problem}; change the model or give another checkpoint")):
+        check_origin(tiny_config(tiny_data, "run_dir=unused", f"init_from={origin}", *overrides))
+
+
+def test_what_may_differ_is_let_pass(tiny_data, origin):
+    overrides = (DROPE, "train.context=128", "model.attention.rope_base=500000", "train.precision=bf16", "parallel.tensor=2")
+    config = tiny_config(tiny_data, "run_dir=unused", f"init_from={origin}", *overrides)
+    assert check_origin(config) == origin / "checkpoints/step_00000020"
+
+
+def shapes_of_model(words: list[str]) -> dict[str, tuple[int, ...]]:
+    config = load_recipe(words)
+    with start(config.parallel, config.seed) as state:
+        shards = cells._shards(build_chunks(config, plan_layers(config), state), state)
+    return {name: tuple(shape) for name, shape, *_ in shards}
+
+
+@pytest.mark.parametrize("case", MATRIX | MIXED)
+def test_shapes_are_those_of_the_model(ranks, tiny_data, case):
+    words = tiny_words(tiny_data, "run_dir=unused", *(MATRIX | MIXED)[case])
+    [built] = ranks.run(1, shapes_of_model, words)
+    assert parameter_shapes(load_recipe(words)) == built
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("damage", ["changed", "missing", "no hashes", "no marker"])
 def test_damaged_checkpoint(ranks, tiny_data, tmp_path, origin, damage, size):
@@ -207,6 +243,9 @@ def test_damaged_checkpoint(ranks, tiny_data, tmp_path, origin, damage, size):
         (folder / {"no hashes": "integrity.json", "no marker": "complete.json"}[damage]).unlink()
     said = refused(ranks, tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", f"init_from={tmp_path / 'origin'}"), size)
     assert said.startswith(f"init_from={folder}/") and said.endswith("; give another checkpoint")
+    if damage == "no marker":  # hashes take too long on a login node
+        with pytest.raises(CheckpointError, match=re.escape(said.removeprefix("init_from="))):
+            check_origin(tiny_config(tiny_data, "run_dir=unused", f"init_from={tmp_path / 'origin'}"))
     assert ("damaged, its contents are not those" if damage == "changed" else "not readable (No such file or directory)") in said
 
 

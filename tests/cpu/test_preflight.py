@@ -161,6 +161,7 @@ def test_a_run_folder_of_another_run_and_a_checkpoint_to_start_from(ranks, tiny_
     said = preflight(ranks, 2, [*next_stage, f"init_from={run}"])
     assert said.code == 0 and "init_from" in said.lines("fine")[0]
     assert "does not exist" in refused(ranks, [*next_stage, f"init_from={tmp_path / 'nowhere'}"])
+    assert "and this model has it as [128, 32]" in refused(ranks, [*next_stage, f"init_from={run}", "model.ffn_size=64"])
 
 
 # ---- ranks that do not answer, or fail -----------------------------------------------------------------------------------------

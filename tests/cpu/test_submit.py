@@ -2,16 +2,21 @@
 
 import io
 import json
+import os
 import shlex
 import shutil
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
+from hybrid_megatron.command_line import interpreter, pasted
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.slurm.snapshot import snapshot
 from hybrid_megatron.slurm.template import gpus_of
 from launch import cancel, status, submit
+from tests.cpu.fake_slurm import FakeSlurm
 from tests.cpu.runs import CHECKOUT, Ended
 from tests.cpu.tiny import tiny_words
 
@@ -28,13 +33,19 @@ def called(command, *words) -> Ended:
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch, tmp_path):
-    """Slurm's commands are not there, and neither is a file of settings."""
+    """Slurm's commands are not there, and the file of settings is empty."""
     (tmp_path / "bin").mkdir()
-    for tool in ("bash", "git"):
+    for tool in ("bash", "git", "cat", "ls", "grep"):
         if found := shutil.which(tool):
             (tmp_path / "bin" / tool).symlink_to(found)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("HYBRID_MEGATRON_CLUSTER", str(tmp_path / "none.env"))
+    (tmp_path / "cluster.env").touch()
+    monkeypatch.setenv("HYBRID_MEGATRON_CLUSTER", str(tmp_path / "cluster.env"))
+
+
+@pytest.fixture
+def slurm(tmp_path) -> FakeSlurm:
+    return FakeSlurm(tmp_path / "slurm", tmp_path / "bin")
 
 
 def dry_run(*words) -> Ended:
@@ -51,7 +62,7 @@ def test_dry_run_says_what_would_be_asked_and_writes_nothing(tiny_data, tmp_path
     assert (
         words[-2].startswith(f"{run}/code/") and words[-2].endswith("/slurm/train_8xh200.sbatch") and words[-1] == f"{run}/submitted.yaml"
     )
-    assert "20 steps on 1 GPUs" in ended.out
+    assert "20 steps on 1 GPU (" in ended.out and "micro-batch 2" in ended.out and "estimated at less than a minute on H200s" in ended.out
 
 
 def test_a_chain_waits_for_completion_and_starts_from_the_stage_before(tiny_data, tmp_path):
@@ -61,6 +72,124 @@ def test_a_chain_waits_for_completion_and_starts_from_the_stage_before(tiny_data
     asked = [line for line in ended.out.splitlines() if line.startswith("would ask")]
     assert "--dependency" not in asked[0]
     assert "--dependency=afterok:ID --kill-on-invalid-dep=yes" in asked[1]
+
+
+def test_stages_that_do_not_fit_each_other(tiny_data, tmp_path, slurm):
+    first, second = tmp_path / "short", tmp_path / "long"
+    recipe = tiny_words(tiny_data, f"run_dir={first}")
+    chain = [*recipe, "--then", *recipe, f"run_dir={second}"]
+    ended = called(submit, *chain, "model.ffn_size=64", "--", "--gres=gpu:1")
+    [said] = ended.errors
+    assert ended.code == 2 and not slurm.asked and not first.exists()
+    assert said == (
+        f"init_from={first}: the stage before holds decoder.layers.0.mlp.linear_fc1.weight as [96, 32], and this model has it as "
+        "[128, 32]; give both stages the same model"
+    )
+    ended = called(submit, *chain, "model.attention.rope_base=500000", "--", "--gres=gpu:1")
+    assert ended.code == 0 and len(slurm.asked) == 2
+
+
+def test_a_stage_behind_a_job_that_runs(tiny_data, tmp_path, slurm):
+    """Its checkpoint is still to come, so it is compared with what was submitted."""
+    first, second = tmp_path / "short", tmp_path / "long"
+    assert called(submit, *tiny_words(tiny_data, f"run_dir={first}"), "--", "--gres=gpu:1").code == 0
+    words = tiny_words(tiny_data, f"run_dir={second}", f"init_from={first}")
+    assert "neither a complete checkpoint nor a run folder with one" in called(submit, *words, "--", "--gres=gpu:1").errors[0]
+    behind = ("--", "--gres=gpu:1", "--dependency=afterok:100")
+    assert "give both stages the same model" in called(submit, *words, "model.ffn_size=64", *behind).errors[0]
+    assert called(submit, *words, *behind).code == 0
+
+
+def test_a_chain_of_which_the_second_is_refused(tiny_data, tmp_path, slurm):
+    """What is said goes on: the rest of the chain, behind what is submitted."""
+    folders = [tmp_path / name for name in ("a", "b with a space", "c")]
+    chain = [word for folder in folders for word in ("--then", *tiny_words(tiny_data, f"run_dir={folder}"))][1:]
+    slurm.refuse(2)
+    ended = called(submit, *chain, "--", "--gres=gpu:1", "--dependency=singleton")
+    [said] = ended.errors
+    assert ended.code == 2 and said.startswith(
+        "sbatch: Batch job submission failed: Invalid partition name specified; of this chain job 100 is"
+    )
+    assert f"{pasted('launch', 'cancel', folders[0])}, or" in said
+    words = shlex.split(said.rpartition("go on with ")[2])
+    assert words[:4] == [*shlex.split(interpreter()), "-m", "launch", "submit"]
+    slurm.refuse(9)
+    again = called(submit, *words[4:])
+    assert again.code == 0 and not again.err
+    dependencies = [[word for word in asked if word.startswith("--dependency")][-1] for asked in slurm.asked]
+    assert dependencies == [f"--dependency={how}" for how in ("singleton", "afterok:100", "afterok:100", "afterok:102")]
+
+
+@pytest.mark.parametrize("really", [[], ["--dry-run"]])
+def test_a_folder_that_is_taken(tiny_data, tmp_path, slurm, really):
+    run = tmp_path / "my run"
+    words = tiny_words(tiny_data, f"run_dir={run}")
+    assert called(submit, *words, "--", "--gres=gpu:1").code == 0
+    slurm.jobs(("100", "PENDING"))
+    [said] = called(submit, *words, *really, "--", "--gres=gpu:1").errors
+    assert f"there is already job 100 (pending) for this run folder; wait for it, end it with {pasted('launch', 'cancel', run)}, or" in said
+    slurm.jobs()
+    (run / "checkpoints/step_00000010").mkdir(parents=True)
+    shutil.copy(run / "submitted.yaml", run / "config.yaml")
+    ended = called(submit, *words, "optimizer.peak_lr=1", *really, "--", "--gres=gpu:1")
+    assert ended.code == 2 and "optimizer.peak_lr: this run has 0.003, the recipe now says 1.0" in ended.errors[0]
+    assert len(slurm.asked) == 1
+
+
+def test_what_is_printed_can_be_pasted(tiny_data, tmp_path, slurm):
+    run = tmp_path / "100% of $it"
+    words = tiny_words(tiny_data, f"run_dir={run}")
+    would = next(line for line in dry_run(*words).out.splitlines() if line.startswith("would ask"))
+    ended = called(submit, *words, "--", "--gres=gpu:1", "--time=2")
+    assert shlex.split(would.removeprefix("would ask")) == ["sbatch", *slurm.asked[0]]
+    assert f"--output={tmp_path}/100%% of $it/logs/slurm-%j.out" in slurm.asked[0]
+    lines = {line.split()[0]: shlex.split(line)[1:] for line in ended.out.splitlines() if line.startswith(("watch", "end"))}
+    assert lines["watch"][0] == sys.executable and lines["watch"][1:] == ["-m", "launch", "status", str(run)]
+    assert lines["end"][1:] == ["-m", "launch", "cancel", str(run)]
+    assert called(status, *lines["watch"][4:]).code == 0
+
+
+def test_the_interpreter_within_the_folder_is_short(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    assert interpreter() == f"{tmp_path}/.venv/bin/python"
+    monkeypatch.chdir(tmp_path)
+    assert pasted("launch", "status", "a b") == ".venv/bin/python -m launch status 'a b'"
+
+
+def test_cancel_twice(tiny_data, tmp_path, slurm):
+    run = tmp_path / "run"
+    assert called(submit, *tiny_words(tiny_data, f"run_dir={run}"), "--", "--gres=gpu:1").code == 0
+    slurm.jobs(("100", "RUNNING"))
+    first, second = (called(cancel, run).out for _ in range(2))
+    assert "job 100 (running): it saves at the end of its step and ends" in first
+    assert "job 100 (running): was asked at 2" in second and "and now again: it saves" in second
+    assert slurm.cancelled == 2 * ["--batch --signal=USR2 100"]
+    assert "to save and end" in called(status, run).out
+    slurm.jobs(("100", "FAILED"))
+    assert "job        100: cancelled" in called(status, run).out
+    assert json.loads(called(status, run, "--json").out)["jobs"][0]["cancelled"].startswith("2")
+    assert "nothing" in called(cancel, run).out
+
+
+def test_a_job_that_the_signal_alone_cancelled(tmp_path, slurm):
+    (tmp_path / "logs/job_7").mkdir(parents=True)
+    (tmp_path / "jobs.jsonl").write_text('{"id": "7", "time": "T"}\n')
+    slurm.jobs(("7", "FAILED"))
+    assert "job        7: failed" in called(status, tmp_path).out
+    (tmp_path / "logs/job_7/cancelled").touch()
+    assert "job        7: cancelled" in called(status, tmp_path).out
+
+
+@pytest.mark.parametrize("words", [["plan", "776m+rope+pretrain_4k", "data.train=x"], ["status", "{run}"], ["nothing"]])
+def test_whoever_reads_may_leave(tmp_path, words):
+    """No traceback where what is printed goes to a pipe that nobody reads, and the usual exit code of that."""
+    (tmp_path / "config.yaml").touch()
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "launch", *(word.replace("{run}", str(tmp_path)) for word in words)]
+    with open(writer, "w") as out:
+        ended = subprocess.run(command, cwd=CHECKOUT, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, "Traceback" in ended.stderr, "Broken" in ended.stderr) == (2 if words == ["nothing"] else 141, False, False)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +202,10 @@ def test_a_chain_waits_for_completion_and_starts_from_the_stage_before(tiny_data
         (["--template", "/nowhere/x.sbatch"], "--template /nowhere/x.sbatch: cannot be read"),
         (["--when"], "submit has no option --when"),
         (["--then", "{same}"], "two stages of this chain have it"),
+        (["--then"], "--then: a recipe must stand before it and behind it"),
+        (["--then", "--", "--gres=gpu:1"], "--then: a recipe must stand before it and behind it"),
+        (["init_from=/nowhere/run", "--", "--gres=gpu:1"], "init_from=/nowhere/run: does not exist; give a run folder or one of its"),
+        (["run_dir=/dev/null/run", "--dry-run", "--", "--gres=gpu:1"], "run_dir=/dev/null/run: cannot write there (Not a directory)"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(tiny_data, tmp_path, words, said):
@@ -91,10 +224,13 @@ def test_without_slurm_one_sentence(tiny_data, tmp_path):
 @pytest.mark.parametrize("command", [status, cancel])
 def test_folders_that_are_none(command, tmp_path):
     assert "no such folder" in called(command, tmp_path / "none").errors[0]
+    ended = called(command, tmp_path)
+    assert ended.code == 2 and "no run was submitted or has begun in this folder" in ended.errors[0] and not ended.out
     assert called(command, tmp_path, tmp_path).code == 2
 
 
 def test_status_without_a_job(tmp_path):
+    (tmp_path / "config.yaml").touch()
     ended = called(status, tmp_path, "--json")
     facts = json.loads(ended.out)
     assert ended.code == 0 and facts["jobs"] == [] and facts["step"] == 0 and facts["checkpoint"] is None

@@ -52,7 +52,7 @@ def test_submit(training, undisturbed):
 def test_a_chain_of_stages(training, undisturbed):
     """The second starts when the first is complete, from its parameters, in a folder and a wandb run of its own."""
     run = training()
-    second = run.folder / "second"
+    second = run.folder / "the second, 100%jobs"  # a % begins what sbatch replaces
     words = [*run.words, f"run_dir={second}", "train.context=128", "train.tokens=5120", f"data.cache_dir={run.folder}"]
     build_index_caches(load_recipe([*words, f"init_from={run.run}"]))
     ended = run.launch("submit", *run.words, "--then", *words, *SMALL)
@@ -67,6 +67,7 @@ def test_a_chain_of_stages(training, undisturbed):
     first_id = (run.run / "RUN_ID").read_text()
     run.job = after
     run.end()
+    assert "complete" in (second / f"logs/slurm-{after}.out").read_text()
     assert len(computed(second)) == 10 and checkpoints(second)[-1] == "step_00000010"
     (origin,) = [json.loads(line) for line in (second / "events.jsonl").read_text().splitlines() if "init_from" in line]
     assert origin["step"] == STEPS and origin["checkpoint"].startswith(str(run.run))
@@ -80,6 +81,7 @@ def test_a_chain_ends_with_its_first_stage(training):
     run.wait_for_steps(15)
     run.launch("cancel", run.run)
     run.end("FAILED")
+    assert f"job        {run.job}: cancelled; training: stopped" in run.launch("status", run.run).stdout
     run.cluster.wait_for_state(after, "CANCELLED", seconds=30)
     assert "nothing" in run.launch("cancel", run.folder / "second").stdout
 
@@ -99,3 +101,10 @@ def test_two_jobs_in_one_folder(training):
     run.end("FAILED")
     assert len(computed(run.run)) == run.events("stopped")[0]["step"] and len(run.events("start")) == 1
     assert [entry["id"] for entry in json.loads(run.launch("status", run.run, "--json").stdout)["jobs"]] == [first, second]
+
+
+def test_sbatch_refuses(training):
+    """Its reason is told once."""
+    run = training()
+    ended = run.launch("submit", *run.words, "--", "--gres=gpu:1", "--partition=nowhere", check=False)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: sbatch: Batch job submission failed: Invalid partition")
