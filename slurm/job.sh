@@ -65,6 +65,7 @@ cluster.env, or run make setup"
 # Before anything began. The folder is known then if launch submit wrote the recipe into it.
 refuse() { # refuse SENTENCE
     trap - EXIT
+    set +e
     JOB_DIR=${recipe[0]%/submitted.yaml}/logs/job_$SLURM_JOB_ID RUN_DIR=${recipe[0]%/submitted.yaml}
     if [[ ${recipe[0]} == */submitted.yaml ]] && mkdir -p "$JOB_DIR"; then
         end_attempt "$(how_it_was_lost)"

@@ -4,6 +4,7 @@
 # What it may set beside variables of the environment: SRUN_OPTIONS, CONTAINER, PYTHON, PREFLIGHT, PROCESSES_PER_NODE, RETRY_SECONDS.
 read_settings() {
     local problem
+    # shellcheck disable=SC2034 # for whoever calls this
     SRUN_OPTIONS=() CONTAINER=() settings=${HYBRID_MEGATRON_CLUSTER:-slurm/cluster.env}
     if [[ ! -e $settings ]]; then
         [[ -z ${HYBRID_MEGATRON_CLUSTER:-} ]] || refuse "HYBRID_MEGATRON_CLUSTER=$settings: no such file; name one that is there, or unset it"
