@@ -67,7 +67,11 @@ def gpus_given() -> str | None:
 
 def torch_sees_none(given: str) -> str:
     """What is wrong then, and the ways out."""
-    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}" if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
+    built = (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"torch {torch.__version__} has no CUDA"
+    )
     return (
         f"Slurm gave it GPUs ({given}) and torch sees none, so this would run on the CPU; {built}: look whether nvidia-smi there names the GPUs "
         "and a driver new enough for it (CUDA 13 needs 580), and whether a container is given them (--nv); where the CPU is meant, "
