@@ -50,8 +50,8 @@ def select_device() -> None:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if (seen := torch.cuda.device_count()) < processes:
         raise NodeError(
-            f"{node_name()}: torch sees {seen} GPUs for {processes} processes; start {seen} (--nproc-per-node {seen}, or PROCESSES_PER_NODE "
-            "in slurm/cluster.env), or ask Slurm for more GPUs"
+            f"{node_name()}: torch sees {seen} GPUs for {processes} processes; start {seen} (--nproc-per-node {seen}, or "
+            "PROCESSES_PER_NODE in cluster.env), or ask Slurm for more GPUs"
         )
     torch.cuda.set_device(local_rank)
 
@@ -73,8 +73,8 @@ def torch_sees_none(given: str) -> str:
         else f"torch {torch.__version__} has no CUDA"
     )
     return (
-        f"Slurm gave it GPUs ({given}) and torch sees none, so this would run on the CPU; {built}: look whether nvidia-smi there names the GPUs "
-        "and a driver new enough for it (CUDA 13 needs 580), and whether a container is given them (--nv); where the CPU is meant, "
+        f"Slurm gave it GPUs ({given}) and torch sees none, so this would run on the CPU; {built}: look whether nvidia-smi there names "
+        "them and a driver that is new enough (CUDA 13 needs 580), and whether a container is given them (--nv); where the CPU is meant, "
         "export HYBRID_MEGATRON_ALLOW_CPU=yes in slurm/cluster.env"
     )
 

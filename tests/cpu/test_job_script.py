@@ -173,7 +173,7 @@ with stop_on_signals() as stop:
 
 @pytest.fixture
 def slow_to_stop(tmp_path, monkeypatch) -> Path:
-    """A folder whose `launch train` takes five seconds to stop; torchrun, by its default, leaves it one. It tells how it ended in `outcome`."""
+    """A folder whose `launch train` takes five seconds to stop; torchrun leaves it one, unless told. How it ended is in `outcome`."""
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch/__init__.py").touch()
     (tmp_path / "launch/__main__.py").write_text(SLOW_TO_STOP)

@@ -33,7 +33,7 @@ def main() -> None:
         sys.exit(f"error: {reason}")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    say(f"some ten minutes, in {FOLDER}; first a small dataset")
+    say(f"all of it in {FOLDER}; first a small dataset")
     data = make_tiny_data(FOLDER)
     say("how long a step takes here: 40 on two processes")
     words, steps = _budget(data)
