@@ -155,13 +155,15 @@ ask_for_slurm() {
 
 # Its state is COMPLETING, whatever the reason; a job that Slurm requeues itself, for a dead node or for others' sake, counts one more start.
 how_slurm_ended_it() {
-    local nodes
-    nodes=$(dead_nodes "$SLURM_JOB_NODELIST")
+    local nodes restarts
+    nodes=$(dead_nodes "$SLURM_JOB_NODELIST") restarts=$(this_job Restarts)
     if [[ -e $JOB_DIR/cancelled ]]; then
         echo "cancelled"
     elif [[ -n $nodes ]]; then
         echo "ended by Slurm: node $nodes was lost"
-    elif (($(this_job Restarts) > ${SLURM_RESTART_COUNT:-0})); then
+    elif [[ -z $restarts ]]; then # Slurm does not answer
+        echo "ended by Slurm"
+    elif ((restarts > ${SLURM_RESTART_COUNT:-0})); then
         echo "ended by Slurm, which requeued it"
     else
         echo "cancelled by scancel"

@@ -105,6 +105,7 @@ DOWN = "NodeName=node2 Arch=x86_64 State=DOWN+NOT_RESPONDING ThreadsPerCore=1"
     [
         (ENDING.format(0), IDLE, "cancelled by scancel"),
         (ENDING.format(1), IDLE, "ended by Slurm, which requeued it"),
+        ("slurm_load_jobs error: Unable to contact slurm controller", IDLE, "ended by Slurm"),
         (ENDING.format(1), f"{IDLE}\n{DOWN}", "ended by Slurm: node node2 was lost"),
         (ENDING.format(1), f"{DOWN.replace('DOWN+NOT_RESPONDING', 'MIXED*')}\n{IDLE}", "ended by Slurm: node node2 was lost"),
     ],
