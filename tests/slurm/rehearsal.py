@@ -61,7 +61,7 @@ def _life(cluster: Cluster, run: Training, steps: int) -> None:
     cluster.power_off(node)
     say(f"step {run.steps}: {node} is powered off; Slurm notices within seconds, on a real cluster within minutes")
     run.wait_until(lambda: run.restarts() == 1, "the job is requeued")
-    say("Slurm has noticed and requeued the job; it begins on other nodes, once the lock of the dead one is a minute old")
+    say("Slurm has noticed and requeued the job; processes start on two living nodes")
     run.wait_until(lambda: len(run.events("start")) == 2, "training goes on")
     say(f"training goes on at step {run.events('start')[1]['step']}, on {cluster.job(run.job)['NodeList']}; {node} is back")
     cluster.power_on(node)
