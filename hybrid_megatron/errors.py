@@ -55,14 +55,21 @@ class RunError(UserError):
     """A run cannot start or go on: the run folder is in use, the loss is not a number, ..."""
 
 
+class NodeError(RunError):
+    """This node is such that a run cannot start on it. Others may be well, so the first process of each node that is not says so."""
+
+
 @contextlib.contextmanager
 def exit_with_code_2(speaks: bool = True):
-    """Turn a `UserError` into `error: ...` on stderr and exit code 2, and an interrupt into one line and 130. Only `speaks` prints."""
+    """Turn a `UserError` into `error: ...` on stderr and exit code 2, and an interrupt into one line and 130. Only `speaks` prints.
+
+    What is wrong with one node alone is said by its first process.
+    """
     try:
         with _plain_warnings(speaks):
             yield
     except UserError as error:
-        if speaks:
+        if speaks or (isinstance(error, NodeError) and os.environ.get("LOCAL_RANK", "0") == "0"):
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr, flush=True)
         elif "TORCHELASTIC_RUN_ID" in os.environ:

@@ -33,5 +33,4 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}
 # Compute nodes have no network; what would look for the Hugging Face hub says so at once instead of after minutes of attempts.
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export HF_DATASETS_OFFLINE=${HF_DATASETS_OFFLINE:-1}
-# wandb needs nothing here: tracking.wandb=auto is online where `wandb login` was done and offline elsewhere. Where there is a login but no
-# network on compute nodes, set WANDB_MODE=offline in cluster.env.
+# wandb needs nothing here: README.md, "wandb".

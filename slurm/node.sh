@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What srun runs once on each node: torchrun, which starts one process a GPU. Signals are passed on to these processes, which stop at the
-# end of their step. torchrun itself ignores them: it would end the processes at once, and Slurm signals only the one it started.
+# end of their step. torchrun itself ignores them: it would kill the processes 30 s later, and Slurm may signal only the one it started.
 #
 #   node.sh train|preflight RECIPE [a.b=c ...]
 set -u
@@ -19,16 +19,17 @@ shift
 processes=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 run=("$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" --max-restarts=0
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER:$PORT" --rdzv-id="$SLURM_JOB_ID-$PORT"
-    --signals-to-handle=SIGINT --log-dir="$logs" --tee=3)
+    --signals-to-handle=SIGHUP --log-dir="$logs" --tee=3) # which nobody sends; without one named it handles INT and TERM
 
 if [[ $command == preflight ]]; then
     trap '' USR1 USR2 TERM # it takes less than a minute
-    "${run[@]}" -m launch preflight "$@"
+    trap 'echo INT >"$JOB_DIR/cancelled"' INT
+    (trap '' INT; exec "${run[@]}" -m launch preflight "$@")
     exit
 fi
 
 (
-    trap '' USR1 USR2 TERM
+    trap '' USR1 USR2 TERM INT
     exec "${run[@]}" -m launch train "$@"
 ) &
 torchrun=$!
@@ -51,8 +52,15 @@ pass_on() { # pass_on SIGNAL: more than once, since a process that is just start
         sleep 1
     done
 }
+wish() { # the signal that job.sh wants passed on
+    local signal=""
+    read -r signal 2>/dev/null <"$JOB_DIR/cancelled"
+    echo "${signal:-TERM}"
+}
 trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM USR2
+trap 'pass_on TERM' TERM
+trap 'pass_on "$(wish)"' USR2
+trap 'echo INT >"$JOB_DIR/cancelled"; pass_on INT' INT # scancel --signal=INT, which this script alone is told of
 
 code=1
 while kill -0 "$torchrun" 2>/dev/null; do

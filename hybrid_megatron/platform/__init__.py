@@ -13,12 +13,15 @@ from hybrid_megatron.platform.device import (
     backend,
     device,
     device_name,
+    gpus_given,
     is_cuda,
     kernel_pair_problem,
+    node_name,
     peak_flops,
     peak_memory_gib,
     select_device,
     synchronize,
+    torch_sees_none,
 )
 from hybrid_megatron.platform.host import available_host_memory
 from hybrid_megatron.platform.quiet import silence_megatron
@@ -28,12 +31,15 @@ __all__ = [
     "backend",
     "device",
     "device_name",
+    "gpus_given",
     "is_cuda",
     "kernel_pair_problem",
+    "node_name",
     "peak_flops",
     "peak_memory_gib",
     "select_device",
     "synchronize",
+    "torch_sees_none",
 ]
 
 silence_megatron()

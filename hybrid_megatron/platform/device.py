@@ -3,10 +3,13 @@
 import os
 import re
 import resource
+import socket
 import sys
 
 import torch
 from packaging.version import Version
+
+from hybrid_megatron.errors import NodeError
 
 _GIB = 2**30
 
@@ -35,9 +38,50 @@ def device() -> torch.device:
 
 
 def select_device() -> None:
-    """Make this process' own GPU, by LOCAL_RANK as torchrun sets it, the current one. Before anything else touches CUDA."""
-    if is_cuda():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    """Make this process' own GPU, by LOCAL_RANK as torchrun sets it, the current one. Before anything else touches CUDA.
+
+    Raises NodeError where there are fewer GPUs than processes, or none although Slurm gave some.
+    """
+    if not is_cuda():
+        if given := gpus_given():
+            raise NodeError(f"{node_name()}: {torch_sees_none(given)}")
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if (seen := torch.cuda.device_count()) < processes:
+        raise NodeError(
+            f"{node_name()}: torch sees {seen} GPUs for {processes} processes; start {seen} (--nproc-per-node {seen}, or "
+            "PROCESSES_PER_NODE in cluster.env), or ask Slurm for more GPUs"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def gpus_given() -> str | None:
+    """GPUs that Slurm gave this node, in its words; None where it gave none, or where training on the CPU is meant (cluster.env)."""
+    if os.environ.get("HYBRID_MEGATRON_ALLOW_CPU") == "yes":
+        return None
+    if (number := os.environ.get("SLURM_GPUS_ON_NODE")) is not None:
+        return f"SLURM_GPUS_ON_NODE={number}" if number not in ("", "0") else None
+    return f"SLURM_JOB_GPUS={indices}" if (indices := os.environ.get("SLURM_JOB_GPUS")) else None
+
+
+def torch_sees_none(given: str) -> str:
+    """What is wrong then, and the ways out."""
+    built = (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"torch {torch.__version__} has no CUDA"
+    )
+    return (
+        f"Slurm gave it GPUs ({given}) and torch sees none, so this would run on the CPU; {built}: look whether nvidia-smi there names "
+        "them and a driver that is new enough (CUDA 13 needs 580), and whether a container is given them (--nv); where the CPU is meant, "
+        "export HYBRID_MEGATRON_ALLOW_CPU=yes in slurm/cluster.env"
+    )
+
+
+def node_name() -> str:
+    """What Slurm calls this node, since that is what `--exclude` takes; elsewhere its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def device_name() -> str:

@@ -1,6 +1,5 @@
 """GPUs: one for every process, of one kind, in good health, with as much free memory as the recipe is estimated to need."""
 
-import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,8 @@ class Device:
     free: int = 0
     health: tuple[str, ...] | None = None
     """What nvidia-smi says to `_HEALTH`; None where it says nothing."""
+    given: str | None = None
+    """GPUs that Slurm gave and torch does not see, whatever the reason; None too where the CPU is meant (`platform.gpus_given`)."""
 
     @property
     def is_cuda(self) -> bool:
@@ -44,12 +45,12 @@ class Device:
 def gather_device(local_rank: int) -> Device:
     """Of this process. Makes its GPU the current one."""
     if not platform.is_cuda():
-        given = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_JOB_GPUS")
-        return Device("CPU", lost=bool(given and torch.version.cuda and _nvidia_cards()))
+        given = platform.gpus_given()
+        return Device("CPU", lost=bool(given and torch.version.cuda and _nvidia_cards()), given=given)
     visible = torch.cuda.device_count()
     if local_rank >= visible:
         return Device("", visible)
-    platform.select_device()
+    torch.cuda.set_device(local_rank)
     free, total = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved()  # what this process' own allocator keeps
     uuid = str(torch.cuda.get_device_properties(local_rank).uuid).removeprefix("GPU-")
@@ -83,6 +84,10 @@ def judge_gpus(job: Job, devices: list[Device]) -> list[Finding]:
         lost = job.nodes_of(rank for rank, device in enumerate(devices) if device.lost)
         if lost:
             return [Finding("GPUs", Level.BAD_NODE, f"torch sees none of the GPUs of {named(lost)}; {_LOOK}", lost)]
+        without = {node: device.given for node, device in job.of_nodes(devices).items() if device.given}
+        if without:  # no card on any node's bus, as in a container without them: another node would do no better
+            found = f"{named(without)}: {platform.torch_sees_none(next(iter(without.values())))}"
+            return [Finding("GPUs", Level.REFUSED, found)]
         return [Finding("GPUs", Level.UNKNOWN, "torch sees none here, so there is nothing to count, measure or judge")]
     short = {node: visible for node, visible in seen.items() if visible < len(job.ranks[node])}
     told = ", ".join(f"{node} sees {visible} GPUs for {len(job.ranks[node])} processes" for node, visible in short.items())

@@ -1,11 +1,12 @@
 """The processes of a job, the nodes they run on, and whom to blame for those that do not answer."""
 
 import os
-import socket
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+from hybrid_megatron import platform
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,11 @@ class Member:
     rank: int
     local_rank: int
     node: str
-    """What Slurm calls it, since that is what `--exclude` takes; elsewhere its host name."""
+    """See `platform.node_name`."""
 
 
 def this_member() -> Member:
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return Member(int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0")), node)
+    return Member(int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0")), platform.node_name())
 
 
 @dataclass(frozen=True)

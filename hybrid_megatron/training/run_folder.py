@@ -36,6 +36,10 @@ _MAY_CHANGE = (
 )  # fmt: skip
 
 
+_NAMED = 3
+"""Differences that one sentence names."""
+
+
 class RunFolder:
     """Held by rank 0 alone until it is closed or the process ends; `open_run_folder` opens it."""
 
@@ -122,16 +126,26 @@ def check_same_run(config: RunConfig) -> None:
     """Raise ConfigError with every difference if the run folder belongs to a run that computes something else. Only reads."""
     folder = Path(config.run_dir)
     file = folder / "config.yaml"
-    if not any(folder.glob("checkpoints/step_*")):
-        return
+    begun = any(folder.glob("checkpoints/step_*"))
     if not file.is_file():
-        raise RunError(
-            f"{file}: missing, though the folder has checkpoints, so it is not known which settings they belong to; put the file back, "
-            "or give another run_dir=PATH"
-        )
+        if found := "checkpoints" if begun else "metrics.jsonl" if (folder / "metrics.jsonl").is_file() else "":
+            raise RunError(
+                f"{file}: missing, though the folder has {found}, so it is not known which settings they belong to; put the file back, "
+                "or give another run_dir=PATH"
+            )
+        return
     earlier = load_recipe([str(file)])
     before, now = (_flat(dataclasses.asdict(each)) for each in (earlier, config))
     changed = [key for key in sorted(before | now) if not key.startswith(_MAY_CHANGE) and before.get(key) != now.get(key)]
+    if not begun:  # the same recipe begins anew; another would write over the metrics and go on in the wandb run of this one
+        if changed:
+            told = ", ".join(f"{key} {before.get(key)} there and {now.get(key)} here" for key in changed[:_NAMED])
+            more = f", and {len(changed) - _NAMED} settings more" if len(changed) > _NAMED else ""
+            raise ConfigError(
+                f"run_dir={folder}: it holds a run of another recipe that has no checkpoint yet ({told}{more}); give another run_dir=PATH, "
+                "or remove this folder"
+            )
+        return
     problems = [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
     if changed:
         problems += _other_data(config)

@@ -1,13 +1,17 @@
 """SIGUSR1 (the time limit is near), SIGTERM (preemption, scancel) and SIGINT (a person) ask a run to stop at the end of its step.
 
 One wish to stop arrives more than once and on any ranks: Slurm and Ctrl-C signal all processes, and torchrun passes on to its workers what
-it gets, while a checkpoint is already being written. So nothing that arrives again hurries a run, except a person's second Ctrl-C.
+it gets, while a checkpoint is already being written. So nothing that arrives again hurries a run, except a person's second Ctrl-C; and
+in a job (outcome.py) there is no Ctrl-C, but a script that passes SIGINT on as often as it must.
 """
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
+
+from hybrid_megatron.training.outcome import VARIABLE
 
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
@@ -31,12 +35,13 @@ def stop_on_signals() -> Iterator[StopRequest]:
     A batch script that ignores them for torchrun's sake passes that on to all below, so the handlers are set whatever was there before.
     """
     request = StopRequest()
+    by_hand = VARIABLE not in os.environ
 
     def note(number, _frame):
         now = time.monotonic()
         if number == signal.SIGINT and request.interrupted is None:
             request.interrupted = now
-        elif number == signal.SIGINT and now - request.interrupted > _SAME_WISH_SECONDS:
+        elif number == signal.SIGINT and by_hand and now - request.interrupted > _SAME_WISH_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         request.number = request.number or number

@@ -10,6 +10,8 @@ from tests.cpu.ranks import Ranks
 from tests.cpu.tiny import make_tiny_data
 
 
+os.environ.setdefault("HYBRID_MEGATRON_ALLOW_CPU", "yes")  # also in a job that has GPUs
+
 LONGEST = (
     "test_zoo_parity.py", "test_resume.py", "test_parity.py", "test_stability.py", "test_init_from.py", "test_longce.py", "test_recipes.py",
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 import pytest
 
+from hybrid_megatron import platform
+from hybrid_megatron.errors import NodeError, exit_with_code_2
 from hybrid_megatron.preflight import gpus
 from hybrid_megatron.preflight.exchange import Broken
 from hybrid_megatron.preflight.files import Seen, is_shared, judge_files
@@ -15,6 +17,7 @@ from hybrid_megatron.preflight.report import Finding, Level, Report, odd_ones
 from hybrid_megatron.preflight.run import _judge_broken, _twice
 from hybrid_megatron.preflight.software import Software, judge_software
 from hybrid_megatron.preflight.speed import LOW, SAME, SLOW, Speed, gather_speed, judge_speed
+from tests.cpu.test_platform import without_cuda
 from tests.cpu.tiny import tiny_config
 
 GIB = 2**30
@@ -176,6 +179,54 @@ def test_gpus():
     check(judge_gpus(job(1, 2), [CPU] * 2), Level.UNKNOWN, "torch sees none")
     lost = [Device("CPU", lost=True)] * 2
     check(judge_gpus(job(1, 2), lost), Level.BAD_NODE, "torch sees none of the GPUs of node1", nodes=("node1",))
+    hidden = [Device("CPU", given="SLURM_GPUS_ON_NODE=8")] * 4
+    check(judge_gpus(job(2, 2), hidden), Level.REFUSED, "node1, node2: Slurm gave", "SLURM_GPUS_ON_NODE=8", "HYBRID_MEGATRON_ALLOW_CPU=yes")
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    "environment, given",
+    [
+        ({}, None),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "SLURM_GPUS_ON_NODE=8"),
+        ({"SLURM_GPUS_ON_NODE": "0", "SLURM_JOB_GPUS": "0,1"}, None),
+        ({"SLURM_JOB_GPUS": "0,1"}, "SLURM_JOB_GPUS=0,1"),
+        ({"SLURM_GPUS_ON_NODE": "8", "HYBRID_MEGATRON_ALLOW_CPU": "yes"}, None),
+        ({"SLURM_GPUS_ON_NODE": "8", "HYBRID_MEGATRON_ALLOW_CPU": "no"}, "SLURM_GPUS_ON_NODE=8"),
+    ],
+)
+def test_gpus_that_slurm_gave_and_torch_does_not_see(monkeypatch, capsys, environment, given):
+    """Preflight is told, and training, with PREFLIGHT=no, ends; the first process of the node says it, whatever its rank."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "HYBRID_MEGATRON_ALLOW_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"SLURMD_NODENAME": "node7", "LOCAL_RANK": "0"} | environment).items():
+        monkeypatch.setenv(name, value)
+    assert gpus.gather_device(0).given == given
+    if given is None:
+        platform.select_device()
+        return
+    with pytest.raises(SystemExit) as end, exit_with_code_2(speaks=False):
+        platform.select_device()
+    said = capsys.readouterr().err
+    assert (
+        end.value.code == 2 and said.startswith(f"error: node7: Slurm gave it GPUs ({given}) and torch sees none") and said.count("\n") == 1
+    )
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit), exit_with_code_2(speaks=False):
+        platform.select_device()
+    assert capsys.readouterr().err == ""
+
+
+def test_fewer_gpus_than_processes(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(NodeError, match="torch sees 4 GPUs for 8 processes; start 4 "):
+        platform.select_device()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    platform.select_device()
 
 
 def test_cards_that_torch_does_not_see(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 
 from hybrid_megatron.checkpoint.store import read_progress
 from hybrid_megatron.data import BatchStream, open_dataset
-from tests.cpu.runs import checkpoints, computed, contents, equal, tensors, train, train_and_watch
+from tests.cpu.runs import checkpoints, computed, contents, equal, snapshot, tensors, train, train_and_watch
+from tests.cpu.test_outcome import crashed_in_a_step
 from tests.cpu.test_parity import LAYOUTS
 from tests.cpu.tiny import tiny_config, tiny_words
 from tests.cpu.zoo import MATRIX, MIXED
@@ -256,3 +257,28 @@ def test_a_layout_that_the_first_batch_does_not_fit_is_refused(ranks, tiny_data,
     assert ended.code == 2 and ended.errors[0].startswith("schedule.start_batch_tokens=256: the batch grows in steps of it")
     assert ended.errors[0].endswith("= 64 * 2 * 4; none is; lower train.micro_batch or the data-parallel ranks")
     assert train(ranks, 4, words(tiny_data, run, "data 4", *GROWS, "train.micro_batch=1")).code == 0
+
+
+def test_a_folder_without_checkpoints_is_still_one_runs_own(ranks, tiny_data, tmp_path):
+    """Crashed before its first checkpoint, the same recipe begins anew with one command; another one would write over what is there."""
+    run = tmp_path / "run"
+    same = words(tiny_data, run, "one process", "train.tokens=2048")
+    ranks.run(1, crashed_in_a_step, same, tmp_path / "outcome")
+    before = snapshot(run)
+    another = train(ranks, 1, [*same, "optimizer.peak_lr=0.5", "seed=7", "parallel.tensor=1"])
+    assert another.code == 2 and another.errors == [
+        f"run_dir={run}: it holds a run of another recipe that has no checkpoint yet (optimizer.peak_lr 0.003 there and 0.5 here, seed "
+        "1234 there and 7 here); give another run_dir=PATH, or remove this folder"
+    ]
+    assert snapshot(run) == before
+    many = train(ranks, 1, [*same, "optimizer.peak_lr=0.5", "seed=7", "train.context=32", "train.tokens=4096", "optimizer.beta1=0.5"])
+    assert many.code == 2 and ", and 2 settings more); give another" in many.errors[0], many
+    assert train(ranks, 1, same).code == 0 and len(computed(run)) == 4
+    assert (run / "RUN_ID").read_bytes() == before["RUN_ID"][1]
+
+
+def test_metrics_of_nobody_knows_what_are_not_written_over(ranks, tiny_data, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    ended = train(ranks, 1, words(tiny_data, tmp_path, "one process"))
+    assert ended.code == 2 and ended.errors[0].startswith(f"{tmp_path}/config.yaml: missing, though the folder has metrics.jsonl")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_megatron.training.outcome import VARIABLE
 from tests.cpu.runs import CHECKOUT, Ended, Process, checkpoints, command, computed, train
 from tests.cpu.tiny import tiny_words
 
@@ -60,6 +61,13 @@ def test_what_arrives_again_hurries_nothing(arrivals, first, ignoring):
 def test_second_ctrl_c_of_a_person_stops_at_once():
     ended = in_python(STOPS.format(arrivals=[(0, "SIGINT"), (3.1, "SIGINT")]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_in_a_job_nobody_presses_ctrl_c_again(monkeypatch, tmp_path):
+    """node.sh passes SIGINT on every second until training has begun, which takes longer than a person waits."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "outcome"))
+    ended = in_python(STOPS.format(arrivals=[(second, "SIGINT") for second in range(60)]))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "SIGINT\n", "")
 
 
 def handles(pid: int, number: int) -> bool:

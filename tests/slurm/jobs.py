@@ -25,7 +25,8 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 def cluster_env(folder: Path, *more: str) -> Path:
     """A cluster.env for machines without GPUs: no examination of the nodes, unless `more` lines say so, which takes as long as a run."""
     file = folder / "cluster.env"
-    file.write_text("\n".join([f"PYTHON={sys.executable}", "PREFLIGHT=no", "RETRY_SECONDS=0", "export OMP_NUM_THREADS=1", *more]) + "\n")
+    usual = ("PREFLIGHT=no", "RETRY_SECONDS=0", "export OMP_NUM_THREADS=1", "export HYBRID_MEGATRON_ALLOW_CPU=yes")
+    file.write_text("\n".join([f"PYTHON={sys.executable}", *usual, *more]) + "\n")
     return file
 
 

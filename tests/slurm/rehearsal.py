@@ -1,15 +1,19 @@
 """`make slurm-rehearsal`: what a job lives through on a cluster, on this machine and in minutes.
 
 Starts a cluster of three nodes, submits a recipe to two of them with a plain sbatch, powers one off, lets the time limit strike, and
-compares every loss of the run that all of this happened to with a run that nothing disturbed. Leaves all in runs/slurm_rehearsal.
+compares every loss of the run that all of this happened to with a run that nothing disturbed. Leaves all in runs/slurm_rehearsal, and says
+all the while what it does and how far it is.
 """
 
+import contextlib
 import json
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.cpu.runs import CHECKOUT, Process, computed
@@ -20,6 +24,7 @@ from tests.slurm.jobs import Training, cluster_env
 FOLDER = CHECKOUT / "runs/slurm_rehearsal"
 SECONDS_OF_STEPS = 150
 """So long that the time limit strikes in it, which takes Slurm up to two minutes."""
+PROGRESS_SECONDS = 20
 BEGAN = time.monotonic()
 
 
@@ -28,16 +33,21 @@ def main() -> None:
         sys.exit(f"error: {reason}")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
+    say(f"all of it in {FOLDER}; first a small dataset")
     data = make_tiny_data(FOLDER)
+    say("how long a step takes here: 40 on two processes")
     words, steps = _budget(data)
-    say(f"a run of {steps} steps on two processes that nothing disturbs")
-    _train(data, FOLDER / "undisturbed", words)
+    say(f"a run of {steps} steps on two processes that nothing disturbs, some {SECONDS_OF_STEPS} s and its start")
+    with progress(FOLDER / "undisturbed", steps):
+        _train(data, FOLDER / "undisturbed", words)
+    say("a Slurm cluster of three nodes is started")
     folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: the paths of sockets are limited
     try:
         with Cluster(folder, nodes=3) as cluster:
-            say(f"a Slurm cluster: {cluster.run('sinfo', '--version').stdout.strip()}, nodes {', '.join(cluster.nodes)}")
+            say(f"it is there: {cluster.run('sinfo', '--version').stdout.strip()}, nodes {', '.join(cluster.nodes)}")
             run = Training(cluster, data, FOLDER / "run", cluster_env(FOLDER), 2, words)
-            _life(cluster, run, steps)
+            with progress(FOLDER / "run", steps):
+                _life(cluster, run, steps)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _compare(run, words)
@@ -45,16 +55,17 @@ def main() -> None:
 
 def _life(cluster: Cluster, run: Training, steps: int) -> None:
     run.submit("--signal=B:USR1@60")
-    say(f"sbatch slurm/train_16xh200.sbatch: job {run.job}, on two nodes")
+    say(f"sbatch slurm/train_16xh200.sbatch: job {run.job}, on two nodes; at step {steps // 8} one of them will be powered off")
     run.wait_for_steps(steps // 8, seconds=600)
     node = run.node_of(rank=1)
     cluster.power_off(node)
-    say(f"step {run.steps}: {node} is powered off")
+    say(f"step {run.steps}: {node} is powered off; Slurm notices within seconds, on a real cluster within minutes")
     run.wait_until(lambda: run.restarts() == 1, "the job is requeued")
-    say("Slurm has noticed and requeued the job")
+    say("Slurm has noticed and requeued the job; processes start on two living nodes")
     run.wait_until(lambda: len(run.events("start")) == 2, "training goes on")
     say(f"training goes on at step {run.events('start')[1]['step']}, on {cluster.job(run.job)['NodeList']}; {node} is back")
     cluster.power_on(node)
+    say(f"at step {steps // 4} its time limit will be shortened")
     run.wait_for_steps(steps // 4, seconds=600)
     hours, minutes, _ = map(int, cluster.job(run.job)["RunTime"].split(":"))
     cluster.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={60 * hours + minutes + 2}")
@@ -119,6 +130,25 @@ def _train(data: Path, run: Path, words: tuple[str, ...]) -> None:
     ended = Process(tiny_words(data, *words, f"run_dir={run}"), 2).end(seconds=1200)
     if ended.code:
         sys.exit(f"error: the run without Slurm failed:\n{ended.err}")
+
+
+@contextlib.contextmanager
+def progress(run: Path, steps: int) -> Iterator[None]:
+    """Says how far a run is, from time to time."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(PROGRESS_SECONDS):
+            metrics = run / "metrics.jsonl"
+            say(f"    step {metrics.read_text().count(chr(10)) if metrics.is_file() else 0} of {steps}")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def say(what: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_megatron.checkpoint.store import read_progress
 from tests.slurm.cluster import wait_until
 
 
@@ -55,7 +56,7 @@ def test_preempted(training, undisturbed):
     run.end()
     stopped = run.events("stopped")
     assert run.restarts() == 1 and [event["signal"] for event in stopped] == ["SIGTERM"]
-    assert run.attempts() == ["from nothing: ended by Slurm", f"from step_{stopped[0]['step']:08d}: complete"]
+    assert run.attempts() == ["from nothing: ended by Slurm, which requeued it", f"from step_{stopped[0]['step']:08d}: complete"]
     run.check_complete(undisturbed(1))
 
 
@@ -68,7 +69,7 @@ def test_node_killed_in_a_step(training, undisturbed):
     run.cluster.power_off(dead)
     run.end()
     assert run.restarts() == 1 and dead not in run.cluster.job(run.job)["NodeList"]
-    assert run.attempts()[0].endswith("ended by Slurm"), "the batch script was on the other node"
+    assert run.attempts()[0].endswith(f"ended by Slurm: node {dead} was lost"), "the batch script was on the other node"
     run.check_complete(undisturbed(2))
 
 
@@ -82,6 +83,7 @@ def test_node_of_rank_0_killed(training, undisturbed):
     run.cluster.power_off(dead)
     run.end()
     assert run.restarts() == 1 and dead != run.cluster.job(run.job)["NodeList"]
+    assert run.attempts()[0].endswith(f": node {dead} was lost")
     assert "waiting    for the run folder" in run.log
     run.check_complete(undisturbed(1))
 
@@ -183,11 +185,27 @@ def test_cancelled(training, undisturbed):
     run.submit()
     run.wait_for_steps(15)
     assert "saves at the end of its step" in run.launch("cancel", run.run).stdout
-    run.end("FAILED")
+    run.end("CANCELLED")
     assert run.events("stopped")[0]["signal"] == "SIGTERM" and run.restarts() == 0
     assert run.attempts() == ["from nothing: cancelled, stopped SIGTERM"]
     assert "nothing" in run.launch("cancel", run.run).stdout
     run.go_on(undisturbed(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--batch"], ["--full"]])
+def test_interrupted(training, undisturbed, options):
+    """scancel --signal=INT, whomever it is told: a permanent checkpoint and the end, on all nodes, and no requeue."""
+    run = training(nodes=2)
+    run.submit()
+    run.wait_for_steps(15)
+    run.cluster.run("scancel", "--signal=INT", *options, run.job)
+    run.end("CANCELLED")
+    (stopped,) = run.events("stopped")
+    assert stopped["signal"] == "SIGINT" and run.restarts() == 0
+    assert read_progress(run.run / f"checkpoints/step_{stopped['step']:08d}").form == "permanent"
+    assert run.attempts() == ["from nothing: cancelled, stopped SIGINT"]
+    run.go_on(undisturbed(2))
 
 
 @pytest.mark.slow
@@ -201,6 +219,7 @@ def test_scancel(training, undisturbed):
     stopped = run.events("stopped")
     assert [event["signal"] for event in stopped] == ["SIGTERM"] and run.restarts() == 0
     assert (run.run / f"checkpoints/step_{stopped[0]['step']:08d}").is_dir(), "KillWait sufficed for a checkpoint"
+    assert run.attempts() == ["from nothing: cancelled by scancel"]
     run.go_on(undisturbed(1))
 
 
@@ -225,6 +244,18 @@ def test_refused(training):
     assert run.cluster.job(run.job)["ExitCode"] == "2:0" and run.restarts() == 0
     assert run.log.splitlines()[-1].startswith("error: train.batch_tokens=100")
     assert len(run.attempts()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preflight", ["yes", "no"])
+def test_gpus_that_torch_does_not_see(training, preflight):
+    """The job has GPUs, and nobody said that the CPU is meant: it does not train there, slowly and in silence."""
+    run = training(settings=["unset HYBRID_MEGATRON_ALLOW_CPU", f"PREFLIGHT={preflight}"])
+    run.submit()
+    run.end("FAILED")
+    assert run.cluster.job(run.job)["ExitCode"] == "2:0" and run.restarts() == 0 and run.steps == 0
+    last = run.log.splitlines()[-1]
+    assert last.startswith("error: ") and "node1: Slurm gave it GPUs (SLURM_GPUS_ON_NODE=1) and torch sees none" in last, run.log
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_a_chain_ends_with_its_first_stage(training):
     run.job, after = submitted(ended.stdout)
     run.wait_for_steps(15)
     run.launch("cancel", run.run)
-    run.end("FAILED")
+    run.end("CANCELLED")
     assert f"job        {run.job}: cancelled; training: stopped" in run.launch("status", run.run).stdout
     run.cluster.wait_for_state(after, "CANCELLED", seconds=30)
     assert "nothing" in run.launch("cancel", run.folder / "second").stdout
@@ -98,7 +98,7 @@ def test_two_jobs_in_one_folder(training):
     assert run.cluster.job(second)["ExitCode"] == "2:0" and run.cluster.state(first) == "RUNNING"
     run.launch("cancel", run.run)
     run.job = first
-    run.end("FAILED")
+    run.end("CANCELLED")
     assert len(computed(run.run)) == run.events("stopped")[0]["step"] and len(run.events("start")) == 1
     assert [entry["id"] for entry in json.loads(run.launch("status", run.run, "--json").stdout)["jobs"]] == [first, second]
 
