@@ -64,9 +64,10 @@ def starts_at(length: int, *rows: tuple[int, ...]) -> Tensor:
     return starts
 
 
-def definition_of(rule: Recurrence) -> Form:
-    """From tests/definitions.py alone; only a fixed decay's numbers are the rule's."""
-    formula = {
+def formula_of(rule: Recurrence) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(inputs one by one, scale, initial state, starts) -> (output, last state), from tests/definitions.py alone; only a fixed decay's
+    numbers are the rule's."""
+    return {
         GatedDeltaRule: definitions.gated_delta_rule,
         GatedLinearAttention: definitions.gated_linear_attention,
         KimiDeltaRule: definitions.kimi_delta_rule,
@@ -74,7 +75,10 @@ def definition_of(rule: Recurrence) -> Form:
         GeneralizedDeltaRule: definitions.generalized_delta_rule,
         FixedDecay: lambda q, k, v, *rest: definitions.fixed_decay(q, k, v, rule.log_decay.to(k.dtype), *rest),
     }[type(rule)]
-    return lambda inputs, state, starts: formula(*inputs, SCALE, state, starts)
+
+
+def definition_of(rule: Recurrence) -> Form:
+    return lambda inputs, state, starts: formula_of(rule)(*inputs, SCALE, state, starts)
 
 
 def forms_of(rule: Recurrence) -> dict[str, Form]:
