@@ -3,9 +3,7 @@
 The errors of the linear mixers' kernels as a table: a row for each kernel, head width and kind of case, with the largest relative error of
 each tensor against the float64 definition. The file comes from the tests on a GPU:
 
-    KERNEL_TABLE=kernels.jsonl python -m pytest tests/gpu/test_gated_linear_attention.py tests/gpu/test_fixed_decay.py \\
-        tests/gpu/test_gated_delta_rule.py tests/gpu/test_kimi_delta_rule.py tests/gpu/test_scalar_decay.py \\
-        tests/gpu/test_generalized_delta_rule.py
+    KERNEL_TABLE=kernels.jsonl python -m pytest tests/gpu/test_recurrence_kernels.py tests/gpu/test_gated_delta_rule.py
 """
 
 import json

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.ops.fixed_decay import FixedDecay, lightning_log_decay
-from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
+from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule, chunked
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
-from hybrid_megatron.ops.generalized_delta_rule import GeneralizedDeltaRule
+from hybrid_megatron.ops.generalized_delta_rule import STRONGEST_GATE, GeneralizedDeltaRule
 from hybrid_megatron.ops.kimi_delta_rule import KimiDeltaRule
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.scalar_decay import ScalarDecay
@@ -19,6 +19,17 @@ KINDS = ("gdn", "gla", "kda", "lightning", "mamba2", "rwkv7")
 SCALE = 0.3
 EXACT = 1e-12
 """Relative norm in float64."""
+
+LOG_GATES = {"keep all": 0.0, "keep nearly all": -1e-3, "strongest of RWKV-7": STRONGEST_GATE, "forget": -30.0, "forget all": -1e4}
+_OF_ROWS = ("keep all", "keep nearly all", "forget", "forget all", "at odds in time", "at odds in the state")
+GATES = {
+    "gdn": ("keep all", "keep nearly all", "forget", "at odds in time"),
+    "gla": _OF_ROWS,
+    "kda": _OF_ROWS,
+    "mamba2": _OF_ROWS[:-1],
+    "rwkv7": (*_OF_ROWS, "strongest of RWKV-7"),
+}
+"""Extreme gates for `with_gates`. gdn takes differences of sums of gates, so that gates of -10,000 cost the others digits."""
 
 type Form = Callable[[tuple[Tensor, ...], Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 """(inputs, initial state, document starts) -> (output, last state), scaled by SCALE."""
@@ -52,6 +63,17 @@ def draw(kind: str, length: int, heads: int = 3, width_k: int = 8, width_v: int 
     return (q, k, v, F.logsigmoid(normal(batch, length, heads, width_k)) / 4) if kind == "gla" else (q, k, v)
 
 
+def with_gates(kind: str, case: str, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The inputs with the gates of one of GATES: all the same, or some that forget everything among others that forget next to nothing."""
+    g = torch.full_like(inputs[3], LOG_GATES.get(case, -0.01))
+    if case == "at odds in time":
+        g[:, ::7] = LOG_GATES["forget" if kind == "gdn" else "forget all"]
+    elif case == "at odds in the state":
+        g[..., ::2] = LOG_GATES["forget all"]
+        g[..., 1] = 0.0
+    return *inputs[:3], g, *inputs[4:]
+
+
 def draw_state(inputs: tuple[Tensor, ...]) -> Tensor:
     shape = inputs[0].shape[0], inputs[0].shape[2], inputs[1].shape[-1], inputs[2].shape[-1]
     return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -64,9 +86,10 @@ def starts_at(length: int, *rows: tuple[int, ...]) -> Tensor:
     return starts
 
 
-def definition_of(rule: Recurrence) -> Form:
-    """From tests/definitions.py alone; only a fixed decay's numbers are the rule's."""
-    formula = {
+def formula_of(rule: Recurrence) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(inputs one by one, scale, initial state, starts) -> (output, last state), from tests/definitions.py alone; only a fixed decay's
+    numbers are the rule's."""
+    return {
         GatedDeltaRule: definitions.gated_delta_rule,
         GatedLinearAttention: definitions.gated_linear_attention,
         KimiDeltaRule: definitions.kimi_delta_rule,
@@ -74,14 +97,20 @@ def definition_of(rule: Recurrence) -> Form:
         GeneralizedDeltaRule: definitions.generalized_delta_rule,
         FixedDecay: lambda q, k, v, *rest: definitions.fixed_decay(q, k, v, rule.log_decay.to(k.dtype), *rest),
     }[type(rule)]
-    return lambda inputs, state, starts: formula(*inputs, SCALE, state, starts)
+
+
+def definition_of(rule: Recurrence) -> Form:
+    return lambda inputs, state, starts: formula_of(rule)(*inputs, SCALE, state, starts)
 
 
 def forms_of(rule: Recurrence) -> dict[str, Form]:
     def form(method: Callable) -> Form:
         return lambda inputs, state, starts: method(inputs, scale=SCALE, initial_state=state, document_starts=starts)
 
-    return {"recurrent": form(rule.recurrent), "chunked": form(rule.run)}
+    forms = {"recurrent": form(rule.recurrent), "chunked": form(rule.run)}
+    if type(rule) is GatedDeltaRule:
+        forms["chunks of 16"] = form(lambda inputs, **more: chunked(*inputs, **more, chunk=16))
+    return forms
 
 
 def results(
@@ -114,7 +143,10 @@ def check(
     wide = None if state is None else state.double()
     exact = results(definition_of(rule), tuple(x.double() for x in inputs), wide, starts, rule.input_names)
     # The gradient of a gate that lets nothing through is next to zero, a difference of terms q dL/dq that are not: measured against those.
-    floors = {"gradient of g": float((inputs[0].double() * exact["gradient of q"]).norm())}
+    terms = inputs[0].double() * exact["gradient of q"]
+    if "g" in rule.input_names and inputs[3].dim() < terms.dim():
+        terms = terms.sum(-1)  # one gate for all channels has the sum of what each would have
+    floors = {"gradient of g": float(terms.norm())}
     for name, expected in exact.items():
         assert found[name].isfinite().all(), name
         error = float((found[name].double() - expected).norm()) / max(float(expected.norm()), floors.get(name, 1e-30))

@@ -310,19 +310,6 @@ def test_recompute_and_sharing_save_memory():
     assert memory(layout(*words, "parallel.context=2", gpus=8))[0].context > 0
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_what_tensor_ranks_keep_whole(sequence):
-    """rwkv7: ten activations and a float32 gate by channel, split; three bottlenecks of 192, whole; and the input where it was gathered."""
-    of = layout("776m+rwkv7_nope_lh+pretrain_4k", "parallel.tensor=2", f"parallel.sequence={str(sequence).lower()}", gpus=8)
-    tokens = of.local_tokens
-    expected = tokens * (1536 // 2 * (10 * 2 + 4) + 3 * 192 * 2 + (1536 * 2 if sequence else 0))
-    assert mixer_bytes(of, of.plan.layers[0]) == expected
-    of = layout("776m+gla_nope_lh+pretrain_4k", "parallel.tensor=2", gpus=8)
-    one = layout("776m+gla_nope_lh+pretrain_4k", gpus=8)
-    rows = 16 * 2 * one.local_tokens
-    assert 2 * (mixer_bytes(of, of.plan.layers[0]) - rows) == mixer_bytes(one, one.plan.layers[0]) - rows
-
-
 # --- communication --------------------------------------------------------------------------------------------------------------------
 
 

@@ -96,3 +96,18 @@ def test_bfloat16_rounds_the_mix_once():
     exact = by_formula(x.double(), mixes.double(), tuple(w.double() for w in weights), None)
     for mine, theirs in zip(found, exact):
         assert mine.dtype == torch.bfloat16 and relative_error(mine, theirs) <= 2 * 2**-9
+
+
+def test_bfloat16_is_mixed_in_float32():
+    """With matrices that change nothing: each mix is the exact one rounded, and so is the gradient of x where no token has one before."""
+    x, mixes, *_ = (tensor.bfloat16() for tensor in draw())
+    eye = torch.eye(HIDDEN, dtype=torch.bfloat16)
+    for starts in (starts_of("documents"), torch.ones(BATCH, LENGTH, dtype=torch.bool)):
+        mine, exact = (x.clone().requires_grad_(), x.double().requires_grad_())
+        found = shifted_projections(mine, mixes, (eye,) * len(OUT), SequenceLayout(LENGTH, document_starts=starts), None)
+        expected = by_formula(exact, mixes.double(), (eye.double(),) * len(OUT), starts)
+        assert all(torch.equal(y, z.bfloat16()) for y, z in zip(found, expected))
+    gradients = [y.detach().roll(1, 0) for y in found]
+    torch.autograd.backward(found, gradients)
+    torch.autograd.backward(expected, [gradient.double() for gradient in gradients])
+    assert torch.equal(mine.grad, exact.grad.bfloat16())

@@ -40,7 +40,10 @@ def test_autotuners_know_the_table_for_any_number_of_heads_and_samples(tuners, t
     entries = json.loads((TABLES / "nvidia_h200.json").read_text())
     (tmp_path / "some_gpu.json").write_text(json.dumps(entries))
     found = {name: dict(tuner.cache) for name, tuner in tuners.items()}
+    last, mine = tuners[entries[-1]["kernel"]], object()
+    before, later = ((*key_of(entries[-1])[:-1], dtype) for dtype in ("torch.int8", "torch.int16"))  # of no table
     try:
+        last.cache[before] = mine
         monkeypatch.setenv(tuned_kernels.VARIABLE, "1")
         assert not use_tuned_kernels("Some GPU")
         monkeypatch.delenv(tuned_kernels.VARIABLE)
@@ -50,9 +53,9 @@ def test_autotuners_know_the_table_for_any_number_of_heads_and_samples(tuners, t
             key, other = key_of(entry, H=7, HV=7, B=3), (*key_of(entry)[:-1], "torch.float64")
             assert key in tuner.cache and other not in tuner.cache
             assert entry_of(tuner, key, tuner.cache[key])["config"] == entry["config"]
-        mine = object()
-        tuner.cache[key] = mine  # what Triton finds itself goes before
-        assert tuner.cache[key] is mine
+        last.cache[later] = last.cache[key] = mine  # what Triton finds itself counts too, and goes before
+        for own in (before, later, key):
+            assert own in last.cache and last.cache[own] is mine
     finally:
         for name, cache in found.items():
             tuners[name].cache = cache

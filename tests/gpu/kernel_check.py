@@ -30,9 +30,9 @@ def check(
     """
     q, v = inputs[0], inputs[2]
     scale = q.shape[-1] ** -0.5
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(q.device).manual_seed(1)
     weights = [
-        torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64)
+        torch.randn(shape, generator=generator, device=q.device, dtype=torch.float64)
         for shape in (v.shape, (q.shape[0], q.shape[2], q.shape[3], v.shape[3]))
     ]
 
