@@ -199,14 +199,13 @@ def mlp_bytes(layout: Layout) -> int:
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
-    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), what fills their projected rows up, what context
-    parallelism adds, and under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
+    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), what context parallelism adds, and under sequence
+    parallelism the gathered input, h t e, for mixers that project it themselves."""
     model, tensor, tokens, element = layout.config.model, layout.config.parallel.tensor, layout.local_tokens, layout.element
-    order = UnitOrder(model, layer.groups)
     mixers = [(MIXERS[group.mixer], group) for group in layer.groups]
     whole = sum(mixer.whole_activation_bytes(model, group, tokens, element) for mixer, group in mixers)
     kept = sum(mixer.activation_bytes(model, group, tokens, element) for mixer, group in mixers)
-    split = (kept - whole) // tensor + (order.computed_rows(tensor) - order.rows // tensor) * tokens * element
+    split = (kept - whole) // tensor
     gathered = layout.residual_share > 1 and any(mixer.takes_input for mixer, _ in mixers)
     return split + whole + (_residual(layout) * layout.residual_share if gathered else 0) + _context(layout, layer)
 
