@@ -44,5 +44,5 @@ def _inner_shapes(config: RunConfig, group: HeadGroup) -> Shapes:
     """Of a mixer's own parameters, as it makes them when no other rank has a part of it."""
     alone = SimpleNamespace(tp=_ALONE, cp=_ALONE)
     with FakeTensorMode():
-        mixer = MIXERS[group.mixer](transformer_config(config), config.model, group, ParallelConfig(), alone)
+        mixer = MIXERS[group.mixer](transformer_config(config), config.model, group, ParallelConfig(), alone, layer_number=1)
     return {name: tuple(parameter.shape) for name, parameter in mixer.named_parameters()}

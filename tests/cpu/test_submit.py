@@ -144,7 +144,7 @@ def test_what_is_printed_can_be_pasted(tiny_data, tmp_path, slurm):
     assert shlex.split(would.removeprefix("would ask")) == ["sbatch", *slurm.asked[0]]
     assert f"--output={tmp_path}/100%% of $it/logs/slurm-%j.out" in slurm.asked[0]
     lines = {line.split()[0]: shlex.split(line)[1:] for line in ended.out.splitlines() if line.startswith(("watch", "end"))}
-    assert lines["watch"][0] == sys.executable and lines["watch"][1:] == ["-m", "launch", "status", str(run)]
+    assert Path(lines["watch"][0]).absolute() == Path(sys.executable) and lines["watch"][1:] == ["-m", "launch", "status", str(run)]
     assert lines["end"][1:] == ["-m", "launch", "cancel", str(run)]
     assert called(status, *lines["watch"][4:]).code == 0
 
