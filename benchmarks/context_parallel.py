@@ -112,13 +112,17 @@ def with_efficiency(rows: list[dict], ranks: int) -> list[dict]:
 
 
 def table(rows: list[dict], ranks: int) -> str:
-    lines = [f"{'mixer':<11}{'context':>9}  {'over ' + str(ranks) + ' ranks':<14}{'ms':>9}{'MB received':>13}{'efficiency':>12}"]
-    for row in sorted(rows, key=lambda row: (row["mixer"], row["context"])):
-        lines.append(
-            f"{row['mixer']:<11}{row['context']:>9,}  {row['way']:<14}{row['milliseconds']:>9.2f}{row['received_bytes'] / 1e6:>13.2f}"
-            f"{row['efficiency']:>12.2f}"
-        )
-    return "\n".join(lines)
+    from hybrid_megatron.benchmarking.table import aligned
+
+    head = ["mixer", "context", f"over {ranks} ranks", "ms", "MB received", "efficiency"]
+    return aligned([
+        head,
+        *(
+            [row["mixer"], f"{row['context']:,}", row["way"], f"{row['milliseconds']:.2f}", f"{row['received_bytes'] / 1e6:.2f}",
+             f"{row['efficiency']:.2f}"]
+            for row in sorted(rows, key=lambda row: (row["mixer"], row["context"]))
+        ),
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -133,23 +133,26 @@ def measured(wanted: list[Measurement], gpus: int, out: Path, seconds: float):
 
 
 def table(rows: list[dict]) -> str:
-    lines = [
-        f"{'model':<10}{'context':>9}  {'layout':<22}{'batch':>8}{'recompute':>11}{'tok/s/GPU':>11}{'MFU':>7}{'GiB':>7}{'efficiency':>12}"
-    ]
+    from hybrid_megatron.benchmarking.table import aligned
+
+    lines = [["model", "context", "layout", "batch", "recompute", "tok/s/GPU", "MFU", "GiB", "efficiency"]]
     alone = {(row["model"], row["context"]): row for row in rows if row["layout"] == "one GPU" and row["failed"] is None}
     for row in sorted(rows, key=lambda row: (row["context"], list(MODELS).index(row["model"]))):
-        start = f"{row['model']:<10}{row['context']:>9,}  {row['layout']:<22}"
+        lines.append([row["model"], f"{row['context']:,}", row["layout"]])
         if row["failed"] is not None:
-            lines.append(f"{start}  {row['failed']}")
+            lines[-1].append("failed")
             continue
         first = alone.get((row["model"], row["context"]))
-        efficiency = f"{row['tokens_per_second_per_gpu'] / first['tokens_per_second_per_gpu']:.3f}" if first else "-"
-        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        batch = f"{row['micro_batches']} x {row['micro_batch']}"
-        lines.append(
-            f"{start}{batch:>8}{row['recompute']:>11}{row['tokens_per_second_per_gpu']:>11,.0f}{mfu:>7}{row['peak_memory_gib']:>7.1f}{efficiency:>12}"
-        )
-    return "\n".join(lines)
+        lines[-1] += [
+            f"{row['micro_batches']} x {row['micro_batch']}",
+            row["recompute"],
+            f"{row['tokens_per_second_per_gpu']:,.0f}",
+            "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['peak_memory_gib']:.1f}",
+            f"{row['tokens_per_second_per_gpu'] / first['tokens_per_second_per_gpu']:.3f}" if first else "-",
+        ]
+    failed = [f"{row['model']} at {row['context']:,}, {row['layout']}: {row['failed']}" for row in rows if row["failed"] is not None]
+    return "\n".join([aligned(lines), *failed])
 
 
 if __name__ == "__main__":

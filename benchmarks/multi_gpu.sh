@@ -10,6 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 out=${1:-runs/multi_gpu}
 parts=("${@:2}")
+case $out in
+    parity | context | speed | checkpoint | failures) echo "error: $out: the folder comes first, then the parts: multi_gpu.sh FOLDER $*" >&2; exit 2 ;;
+esac
 [ ${#parts[@]} -gt 0 ] || parts=(parity context speed checkpoint failures)
 export SECONDS_EACH=${SECONDS_EACH:-600} PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 gpus=$($python -c 'import torch; print(torch.cuda.device_count())')

@@ -13,7 +13,7 @@ def main(folder: Path) -> None:
     rows = [*tests(folder), *speed(folder), *context(folder), *checkpoint(folder)]
     if not rows:
         sys.exit(f"error: {folder}: benchmarks/multi_gpu.sh has left nothing there")
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]  # sentences, so all columns stand to the left
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 

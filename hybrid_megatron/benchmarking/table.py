@@ -7,7 +7,7 @@ def table(lines: list[dict]) -> str:
     """Speed, memory and ratios; then, if there are profiles, the parts of a step; then what failed."""
     peers = [peer for peer in PEERS if any(peer in line["ratios"] for line in lines)]
     head = ["", "context", "batch", "tokens/s/GPU", "MFU", "memory GiB", "step ms", "first step s", *(f"/ {peer}" for peer in peers)]
-    parts = [_aligned([head, *(_cells(line, peers) for line in lines)])]
+    parts = [aligned([head, *(_cells(line, peers) for line in lines)])]
     if profiled := [line for line in lines if line["profile"]]:
         parts.append(_profiles(profiled))
     parts += [f"{line['name']} at {line['context']:,}: {line['failed']}" for line in lines if line["failed"]]
@@ -39,11 +39,11 @@ def _profiles(lines: list[dict]) -> str:
         profile = line["profile"]
         shares = [f"{profile['split_seconds'][kind] / profile['step_seconds']:.1%}".rstrip("%") for kind in kinds]
         rows.append([line["name"], f"{line['context']:,}", *shares, f"{sum(profile['synchronisations'].values()):g}"])
-    return _aligned(rows)
+    return aligned(rows)
 
 
-def _aligned(rows: list[list[str]]) -> str:
-    """The first column to the left, the others to the right; a row may end early."""
+def aligned(rows: list[list[str]]) -> str:
+    """Rows of cells as lines: the first column to the left, the others to the right; a row may end early."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))) for row in rows

@@ -5,10 +5,11 @@ from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.platform.device import peak_flops_of
 
 DEVICE = "NVIDIA H200"
-MEASURED_MFU = 0.30
-"""776m+gdn_nope_lh+pretrain_4k on one H200 had 30.1%, 776m+rope+pretrain_4k 33.5% (README.md); several GPUs are not measured yet."""
+MEASURED_MFU = 0.40
+"""776m+gdn_nope_lh+pretrain_4k on one H200 had 40.8%, 776m+rope+pretrain_4k 48.6% (benchmarks/performance.md); two GPUs in data parallel
+kept 0.99 of it, other layouts are not measured."""
 
-EXPECTED = "as measured with 776m on one H200, less recomputation and waiting of pipeline stages; several GPUs are not measured"
+EXPECTED = "as 776m+gdn_nope_lh on one H200, less recomputation and waiting of pipeline stages; tensor and context ranks are not measured"
 
 
 def pace(layout: Layout, mfu: float | None = None) -> dict:

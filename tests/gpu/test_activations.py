@@ -79,7 +79,8 @@ def test_kept_for_the_backward_pass(state, name):
     tables = LENGTH * config.model.head_dim // 2 * 4  # bytes of RoPE's cos or sin, one for all layers
     found = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
     found -= sum(tables for x in kept.values() if x.dtype == torch.float32 and x.untyped_storage().nbytes() == tables)
-    expected = BATCH * sum(account(config, plan).activation_bytes.values())
+    weight = mixing.order.computed_rows(1) * config.model.hidden_size * 2  # of the input projection, in block order
+    expected = weight + BATCH * sum(account(config, plan).activation_bytes.values())
     print(f"{name}: kept {found:,} bytes, accounts {expected:,}, {found / expected:.4f}")
     assert found == pytest.approx(expected, rel=0.02)
     assert o.shape == hidden.shape
