@@ -19,6 +19,7 @@ from hybrid_megatron.errors import RunError
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.mixers.rwkv7 import RWKV7
 from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.ops.tuned_kernels import use_tuned_kernels
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def measure_peer(cell: Cell, process_began: float) -> dict:
     if peer.needs_cuda and not platform.is_cuda():
         raise RunError(f"{peer.title} is made of Triton kernels and needs a CUDA device")
     platform.select_device()
+    if platform.is_cuda():
+        use_tuned_kernels(platform.device_name())  # what FLA would find in the first minutes
     config = config_of(cell, 1, device_bytes())
     model = build_peer(peer, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
