@@ -40,6 +40,22 @@ class Losses:
 
 
 @dataclass(frozen=True)
+class LossSums:
+    """Of one pass, still on the device: reading them waits until it has computed them, and all before."""
+
+    sums: torch.Tensor
+    config: RunConfig
+
+    def read(self) -> Losses:
+        loss, lm_loss, tokens, *more = self.sums.tolist()
+        metrics = {}
+        if more:
+            late = tokens * (1 - self.config.longce.window / self.config.train.context)
+            metrics = {"longce_mean_weight": more[0] / tokens, "longce_at_gamma": more[1] / late}
+        return Losses(loss / tokens, lm_loss / tokens, int(tokens), metrics)
+
+
+@dataclass(frozen=True)
 class StepResult:
     losses: Losses
     grad_norm: float
@@ -86,11 +102,12 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     batches = _Timed(watch.micro_batches(stream.step(step)))
-    losses = forward_backward(config, model, batches, stream.micro_batches(step), state)
+    sums = forward_backward(config, model, batches, stream.micro_batches(step), state)
 
     watch.phase("optimizer")
     optimizer.prepare_grads()
-    grad_norm = gradient_norm(optimizer)
+    grad_norm = gradient_norm(optimizer)  # its kernels are on their way before anything waits for the device
+    losses = sums.read()
     decision = judge(step + 1, losses.loss, grad_norm)
     if decision.update:
         clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=config.optimizer.clip_grad, total_norm=grad_norm)
@@ -100,7 +117,7 @@ def train_step(
 
 def forward_backward(
     config: RunConfig, model: list[DistributedDataParallel], batches: Iterator[Batch], count: int, state: ParallelState
-) -> Losses:
+) -> LossSums:
     """Losses of `count` micro-batches, in all of which every token counts; gradients are left reduced in the model's buffers."""
     if not config.longce.enabled:
         return _run_schedule(config, model, ((batch, batch.weights) for batch in batches), count, state)
@@ -116,10 +133,9 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     megatron-core's own, without Apex or TE, is torch.norm in float32, which on a CPU is off by 1e-5 over a million elements: two layouts,
     one with a matrix whole and one with its halves, then clip differently.
     """
-    total = torch.zeros((), dtype=torch.float64, device=platform.device())
-    for part in optimizer.chained_optimizers:
-        for gradient in part.get_grads_for_grad_norm():
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    gradients = [gradient for part in optimizer.chained_optimizers for gradient in part.get_grads_for_grad_norm()]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float64) if gradients else [torch.zeros((), dtype=torch.float64)]
+    total = torch.stack(norms).square().sum().to(platform.device())
     torch.distributed.all_reduce(total, group=optimizer.get_grad_stats_parallel_group())
     return math.sqrt(total.item())
 
@@ -132,7 +148,7 @@ def validation_loss(
     batches = list(stream.first_samples(count))
     with _measuring(model):
         weighted = ((batch, batch.weights) for batch in watch.micro_batches(iter(batches), "validation", "validation"))
-        losses = _run_schedule(config, model, weighted, len(batches), state, forward_only=True)
+        losses = _run_schedule(config, model, weighted, len(batches), state, forward_only=True).read()
     assert losses.tokens == count * config.train.context, f"{losses.tokens} tokens measured in {count} samples"
     return losses.lm_loss
 
@@ -157,7 +173,7 @@ def _run_schedule(
     *,
     forward_only: bool = False,
     longce: bool = False,
-) -> Losses:
+) -> LossSums:
     """One pass over micro-batches, each with its tokens' weights, or with their short losses for LongCE to make weights of."""
     weigh = partial(longce_weights, gamma=config.longce.gamma) if longce else None
 
@@ -181,12 +197,7 @@ def _run_schedule(
     sums = torch.zeros(5 if longce else 3, dtype=torch.float64, device=platform.device())
     for report in reports:
         sums += report["sums"]
-    loss, lm_loss, tokens, *more = state.sum_over_samples(sums).tolist()
-    metrics = {}
-    if longce:
-        late = tokens * (1 - config.longce.window / config.train.context)
-        metrics = {"longce_mean_weight": more[0] / tokens, "longce_at_gamma": more[1] / late}
-    return Losses(loss / tokens, lm_loss / tokens, int(tokens), metrics)
+    return LossSums(state.sum_over_samples(sums), config)
 
 
 def _longce_sums(short: torch.Tensor, weights: torch.Tensor, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:

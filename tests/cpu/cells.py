@@ -50,7 +50,7 @@ def losses_and_gradients(words: list[str], at_step: int = 0) -> tuple[Losses, li
         stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        losses = forward_backward(config, wrapped, stream.step(at_step), stream.micro_batches(at_step), state)
+        losses = forward_backward(config, wrapped, stream.step(at_step), stream.micro_batches(at_step), state).read()
         parameters = _shards(chunks, state)
         with torch.no_grad():
             for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):

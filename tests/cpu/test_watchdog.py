@@ -5,7 +5,6 @@ import faulthandler
 import io
 import json
 import os
-import threading
 import time
 import unittest.mock
 from datetime import timedelta
@@ -109,7 +108,7 @@ def test_hang(ranks, tiny_data, tmp_path):
     """Of two ranks one waits for ever for its data: both hear of it, write their stacks and end, and it is the one that is named."""
     run = tmp_path / "run"
     words = tiny_words(tiny_data, f"run_dir={run}", "train.tokens=2048", "watchdog.step_seconds=3")
-    ended = ranks.run(2, hanging, words)
+    ended = ranks.run(2, hanging, words, tmp_path)
     assert [codes for codes, _ in ended] == [[1], [1]]
     [said] = [said for _, said in ended if said]
     first, culprit, other, where = said.splitlines()
@@ -124,23 +123,25 @@ def test_hang(ranks, tiny_data, tmp_path):
     assert [event["step"] for event in events if event["event"] == "hang"] == [2]
 
 
-def hanging(words: list[str]) -> tuple[list[int], str]:
-    """Exit codes and words of this rank's watchdog, which here ends what hangs instead of the process."""
+def hanging(words: list[str], folder: Path) -> tuple[list[int], str]:
+    """Exit codes and words of this rank's watchdog, which here ends what hangs instead of the process, once both ranks' have."""
     from hybrid_megatron.data import BatchStream
     from hybrid_megatron.training import watchdog
 
-    codes, release, said = [], threading.Event(), io.StringIO()
+    codes, said = [], io.StringIO()
     plain = BatchStream.step
 
     def stuck_step(stream, number):
-        if number == 2 and os.environ["RANK"] == "1":
-            assert release.wait(60)
+        until = time.monotonic() + 60
+        while number == 2 and os.environ["RANK"] == "1" and len(list(folder.glob("left_*"))) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
         yield from plain(stream, number)
 
     def leave(code):
         faulthandler.cancel_dump_traceback_later()
         codes.append(code)
-        release.set()
+        (folder / f"left_{os.environ['RANK']}").touch()
         raise SystemExit
 
     with (
