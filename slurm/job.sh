@@ -199,6 +199,7 @@ what_now() {
     esac
     if [[ -e $JOB_DIR/cancelled || $last == "stopped SIGINT" ]]; then
         [[ $last != running* ]] || last="but it crashed"
+        [[ -n $last || $examination != @(refused|failed)* ]] || last=$examination
         end_attempt "cancelled, ${last:-before training began}"
         end_cancelled
     elif [[ $(this_job JobState) != RUNNING ]]; then

@@ -15,9 +15,9 @@ class Tracker:
         """`first_step` is the number of steps done: lines of later steps, written before the run was set back, are removed."""
         self.path = folder.path / "metrics.jsonl"
         with writing(self.path):
-            kept = _drop_after(self.path, first_step)
+            _drop_after(self.path, first_step)
             self.file = open(self.path, "a")
-        self.wandb = WandbMirror(config, folder, facts, kept)
+        self.wandb = WandbMirror(config, folder, facts, lambda: read_metrics(self.path))
 
     def log(self, metrics: dict[str, float]) -> None:
         """`metrics` holds `step`, the number of steps done with this one, and values by the names of the field. Raises RunError."""
@@ -48,8 +48,7 @@ def read_metrics(path: Path) -> list[dict]:
     return lines
 
 
-def _drop_after(path: Path, step: int) -> list[dict]:
-    """Returns the lines that stay."""
+def _drop_after(path: Path, step: int) -> None:
     kept = [line for line in read_metrics(path) if line["step"] <= step]
     new = path.with_name(".metrics.jsonl.new")
     with open(new, "w") as file:
@@ -57,4 +56,3 @@ def _drop_after(path: Path, step: int) -> list[dict]:
         file.flush()
         os.fsync(file.fileno())  # before it takes the place of what is durable
     new.replace(path)
-    return kept

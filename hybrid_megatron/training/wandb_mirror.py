@@ -1,7 +1,11 @@
 """The wandb run of a run folder, a mirror of its metrics.jsonl: one wandb run a folder, whatever number of jobs it takes.
 
 Online, a resumed run goes on where the server's copy ends, and what earlier jobs had not sent is sent then. Offline, each start writes a
-folder of its own, wandb/offline-run-*-ID, and `wandb sync` puts all of one id into one run, in order of their starts.
+folder of its own, wandb/offline-run-*-ID, and `wandb sync` puts all of one id into one run, in order of their starts; what the files of
+earlier starts lack is written into the next one's.
+
+wandb works in a process of its own, which dies of the signals that Slurm sends to all processes of a job (SIGTERM, SIGINT), with what it
+has not written. The end of a run, when the checkpoint is safe, starts it again and hands it what it lacks.
 """
 
 import contextlib
@@ -11,12 +15,14 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hybrid_megatron.code_version import ROOT
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.training.run_folder import RunFolder
+from hybrid_megatron.training.wandb_files import recorded_steps
 
 _INIT_SECONDS = 60.0
 """How long a server may take to answer, before the run is mirrored offline."""
@@ -27,10 +33,10 @@ _FINISH_SECONDS = 60.0
 class WandbMirror:
     """Used by rank 0 alone. Whatever fails in wandb is a warning and the end of the mirror, never of the run."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, facts: dict, lines: list[dict]):
-        """`lines` are those of metrics.jsonl up to where the run goes on; `facts` stand beside the recipe."""
-        self.folder = folder.path / "wandb"
-        self.run, self.offline = None, False
+    def __init__(self, config: RunConfig, folder: RunFolder, facts: dict, lines: Callable[[], list[dict]]):
+        """`lines` reads those of metrics.jsonl; `facts` stand beside the recipe."""
+        self.folder, self.run_id, self.lines = folder.path / "wandb", folder.run_id, lines
+        self.run, self.offline, self.lost = None, False, None
         if config.tracking.wandb == "disabled":
             return
         try:
@@ -41,15 +47,37 @@ class WandbMirror:
                 "(tracking.wandb=disabled says so)"
             )
             return
-        self._start(wandb, config, folder, facts)
-        self._act(lambda: self._send_again(lines))
+        self._start_again = lambda: self._start(wandb, config, folder, facts)
+        self._start_again()
+        self._act(self._send_what_is_missing)
 
     def log(self, line: dict[str, float]) -> None:
+        if self.lost is None:
+            self._act(lambda: self._log(line), self._lose)
+
+    def _log(self, line: dict[str, float]) -> None:
         # Online by wandb's own count of steps, since it drops what does not rise above that and a run may be set back; the charts go by
         # `step`. Offline that count begins anew with each start, so our own takes its place: rows of two starts must not get one number.
-        self._act(lambda: self.run.log(line, step=line["step"] if self.offline else None))
+        self.run.log(line, step=line["step"] if self.offline else None)
 
     def finish(self, exit_code: int) -> None:
+        if self.lost is None:
+            self._act(lambda: self.run.finish(exit_code=exit_code), self._lose)
+        if self.lost is not None:
+            self._begin_anew(exit_code)
+
+    def _lose(self, error: Exception) -> None:
+        self.lost = error
+
+    def _begin_anew(self, exit_code: int) -> None:
+        """With a new process of wandb's, which is told what the files of the old one, or the server, lack."""
+        import wandb
+
+        with contextlib.suppress(Exception, SystemExit):
+            wandb.teardown()
+        self.run = None
+        self._start_again()
+        self._act(self._send_what_is_missing)
         self._act(lambda: self.run.finish(exit_code=exit_code))
 
     @property
@@ -79,26 +107,31 @@ class WandbMirror:
         except Exception as error:  # no permission, a full disk: none of them is a reason not to train
             warnings.warn(f"wandb does not start ({_first_line(error)}), so this run is not mirrored there; metrics.jsonl has everything")
 
-    def _send_again(self, lines: list[dict]) -> None:
-        """What the server does not have: an earlier job was killed before it had sent it, or had no network."""
+    def _send_what_is_missing(self) -> None:
+        """What an earlier start, or an earlier process of wandb's, had not sent or written before it ended."""
         if self.offline:
-            return
-        last = self.run.summary.get("step", 0) if self.run.resumed else 0
-        for line in lines:
-            if line["step"] > last:
-                self.log(line)
+            there = recorded_steps(self.folder, self.run_id)
+            missing = [line for line in self.lines() if line["step"] not in there]
+        else:
+            last = self.run.summary.get("step", 0) if self.run.resumed else 0
+            missing = [line for line in self.lines() if line["step"] > last]
+        for line in missing:
+            self._log(line)
 
-    def _act(self, act) -> None:
+    def _act(self, act: Callable[[], None], otherwise: Callable[[Exception], None] | None = None) -> None:
         if self.run is None:
             return
         try:
             act()
         except Exception as error:  # of wandb's own, of its service process, of the network or the disk
-            warnings.warn(
-                f"wandb failed ({_first_line(error)}), so it has no more of this run; metrics.jsonl has everything, and the next start or "
-                f"`wandb sync --include-online {self.folder / 'latest-run'}` sends what is missing"
-            )
-            self.run = None
+            (otherwise or self._give_up)(error)
+
+    def _give_up(self, error: Exception) -> None:
+        warnings.warn(
+            f"wandb failed ({_first_line(error)}), so it has no more of this run; metrics.jsonl has everything, and the next start sends "
+            "what is missing"
+        )
+        self.run = None
 
 
 def _init(wandb, config: RunConfig, folder: RunFolder, facts: dict, mode: str):

@@ -144,15 +144,17 @@ def test_stopped_by_sigint_without_this_script_knowing(tmp_path):
     assert code == 1 and job.asked == ["scancel 7"] and job.attempts == ["from nothing: cancelled, stopped SIGINT"]
 
 
-def test_the_end_is_asked_for_while_the_nodes_are_examined(tmp_path):
+@pytest.mark.parametrize("found, how", [("ok", "before training began"), ("refused no GPU here", "refused no GPU here")])
+def test_the_end_is_asked_for_while_the_nodes_are_examined(tmp_path, found, how):
     job = Job(tmp_path, settings="PREFLIGHT=yes")
     script = job.bin / "python"
-    script.write_text(script.read_text().replace("esac", '*"launch preflight"*) touch "$FAKE/examines"; sleep 2 ;;\nesac'))
+    examines = f'touch "$FAKE/examines"; sleep 2; echo "{found}" >"$HYBRID_MEGATRON_PREFLIGHT"'
+    script.write_text(script.read_text().replace("esac", f'*"launch preflight"*) {examines} ;;\nesac'))
     process = job.start()
     wait_for((tmp_path / "examines").exists)
     os.killpg(process.pid, signal.SIGINT)  # scancel --signal=INT --full
     code, _, _ = job.end(process)
-    assert code == 1 and job.asked == ["scancel 7"] and job.attempts == ["from nothing: cancelled, before training began"]
+    assert code == 1 and job.asked == ["scancel 7"] and job.attempts == [f"from nothing: cancelled, {how}"]
 
 
 # ---- node.sh: torchrun itself, around a training that needs longer to stop than torchrun would leave it

@@ -5,11 +5,13 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 import unittest.mock
 
+import psutil
 import pytest
 
 from hybrid_megatron.code_version import code_version
@@ -19,6 +21,7 @@ from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.training import wandb_mirror
+from hybrid_megatron.training.wandb_files import recorded_steps
 from tests.cpu.runs import Ended, command, computed, train
 from tests.cpu.tiny import tiny_config, tiny_words
 from tests.cpu.wandb_server import StoredRun, wandb_server
@@ -151,7 +154,7 @@ def test_offline_rows_are_counted_by_our_own_steps_over_all_starts(ranks, tiny_d
     words = tiny_words(tiny_data, f"run_dir={run}", "tracking.wandb=offline", *SHORT)
     [(ended, first)] = ranks.run(1, _stopped_at_2, words)
     assert ended.code == 143 and shlex.split(ended.out.splitlines()[-1])[-2:] == ["sync", str(run / "wandb")]
-    [(ended, second)] = ranks.run(1, recorded, words)
+    [(ended, second)] = ranks.run(1, _recorded_behind_2, words)
     assert [step for step, _ in first.rows + second.rows] == [1, 2, 3, 4]
     assert (first.told["id"], first.summary["starts"]) == (second.told["id"], 1) and second.summary["starts"] == 2
     assert ended.out.splitlines()[-1].startswith("wandb      offline; to upload this run, all its parts: ")
@@ -159,6 +162,12 @@ def test_offline_rows_are_counted_by_our_own_steps_over_all_starts(ranks, tiny_d
 
 def _stopped_at_2(words: list[str]):
     return recorded(words, stop=(2, 0, "SIGTERM"))
+
+
+def _recorded_behind_2(words: list[str]):
+    """As if a Recorder wrote files."""
+    with unittest.mock.patch.object(wandb_mirror, "recorded_steps", lambda folder, run_id: {1, 2}):
+        return recorded(words)
 
 
 def test_what_a_killed_job_had_not_sent_is_sent_by_the_next(ranks, tiny_data, tmp_path):
@@ -263,6 +272,51 @@ def rows_of(stored: StoredRun) -> list[dict]:
     """The rows of a run as the server has them, in their order, without wandb's own columns."""
     assert sorted(stored.history) == list(range(len(stored.history))), "none of them took another's place"
     return [{key: value for key, value in stored.history[place].items() if not key.startswith("_")} for place in sorted(stored.history)]
+
+
+def with_wandb_killed_after_2(words: list[str], signal_name: str, **how) -> Ended:
+    """wandb's own process gets a signal once it has been told of step 2."""
+    plain, killed = wandb_mirror.WandbMirror._log, []
+
+    def log(mirror, line):
+        plain(mirror, line)
+        if line["step"] == 2 and not killed:
+            killed.append(line)
+            [service] = [child for child in psutil.Process().children() if "wandb-core" in child.name()]
+            service.send_signal(getattr(signal, signal_name))
+            service.wait(20)
+
+    with unittest.mock.patch.object(wandb_mirror.WandbMirror, "_log", log):
+        return with_wandb(words, {}, **how)
+
+
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_wandbs_process_dies(ranks, tiny_data, tmp_path, signal_name):
+    """As Slurm's signals make it: the end of the run begins another one, and its rows are all there."""
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}", "tracking.wandb=offline", *SHORT)
+    [ended] = ranks.run(1, with_wandb_killed_after_2, words, signal_name)
+    assert ended.code == 0 and not ended.err
+    assert recorded_steps(run / "wandb", (run / "RUN_ID").read_text().strip()) == {1, 2, 3, 4}
+
+
+def test_rows_that_a_killed_start_had_not_written_are_in_the_next_ones_file(ranks, tiny_data, tmp_path):
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}", "tracking.wandb=offline", *SHORT)
+    assert ranks.run(1, with_wandb_stopped_at_2, words, {})[0].code == 143
+    run_id = (run / "RUN_ID").read_text().strip()
+    [file] = (run / "wandb").glob(f"offline-run-*/run-{run_id}.wandb")
+    assert recorded_steps(run / "wandb", run_id) == {1, 2}
+    whole = file.read_bytes()
+    for length in range(0, len(whole), 101):  # wherever it was cut off
+        file.write_bytes(whole[:length])
+        assert recorded_steps(run / "wandb", run_id) in (set(), {1}, {1, 2})
+    file.write_bytes(whole[:7])
+    time.sleep(1.1)  # wandb names its folders by the second
+    assert ranks.run(1, with_wandb, words, {})[0].code == 0
+    assert recorded_steps(run / "wandb", run_id) == {1, 2, 3, 4}
 
 
 @pytest.mark.slow

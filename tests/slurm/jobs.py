@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from hybrid_megatron.training.wandb_files import recorded_steps
 from launch import train
 from tests.cpu.runs import CHECKOUT, Process, checkpoints, computed
 from tests.cpu.tiny import tiny_words
@@ -126,10 +127,12 @@ class Training:
         assert not [path for path in self.run.rglob("*") if path.name.endswith((".partial", ".new"))]
 
     def check_complete(self, undisturbed: list[dict]) -> None:
-        """That, and one wandb run, however many starts it took."""
+        """That, and one wandb run with every step, however many starts it took."""
         self.check_computed(undisturbed)
         starts = {path.name.rpartition("-")[2] for path in (self.run / "wandb").glob("offline-run-*")}
-        assert starts == {(self.run / "RUN_ID").read_text().strip()}
+        [run_id] = starts
+        assert run_id == (self.run / "RUN_ID").read_text().strip()
+        assert recorded_steps(self.run / "wandb", run_id) == set(range(1, len(undisturbed) + 1))
 
 
 def launch(cluster: Cluster, *words: str | Path, **how):
