@@ -161,9 +161,13 @@ def test_the_end_is_asked_for_while_the_nodes_are_examined(tmp_path, found, how)
 
 SLOW_TO_STOP = """
 import os, signal, time
+from pathlib import Path
 from hybrid_megatron.training.outcome import Outcome, tell_end, tell_running
 from hybrid_megatron.training.signals import stop_on_signals
 with stop_on_signals() as stop:
+    Path("listens_" + os.environ["RANK"]).touch()
+    while len(list(Path(".").glob("listens_*"))) < int(os.environ["WORLD_SIZE"]):  # training begins on all ranks together
+        time.sleep(0.05)
     tell_running(0)
     while not stop.number:
         time.sleep(0.05)
