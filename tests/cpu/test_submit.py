@@ -83,7 +83,7 @@ def test_stages_that_do_not_fit_each_other(tiny_data, tmp_path, slurm):
     [said] = ended.errors
     assert ended.code == 2 and not slurm.asked and not first.exists()
     assert said == (
-        f"init_from={first}: the stage before holds decoder.layers.0.mlp.linear_fc1.weight as [96, 32], and this model has it as "
+        f"stage 2, {recipe[0]}: init_from={first}: the stage before holds decoder.layers.0.mlp.linear_fc1.weight as [96, 32], and this model has it as "
         "[128, 32]; give both stages the same model"
     )
     ended = called(submit, *chain, "model.attention.rope_base=500000", "--", "--gres=gpu:1")
@@ -109,7 +109,7 @@ def test_a_chain_of_which_the_second_is_refused(tiny_data, tmp_path, slurm):
     ended = called(submit, *chain, "--", "--gres=gpu:1", "--dependency=singleton")
     [said] = ended.errors
     assert ended.code == 2 and said.startswith(
-        "sbatch: Batch job submission failed: Invalid partition name specified; of this chain job 100 is"
+        f"stage 2, {chain[0]}: sbatch: Batch job submission failed: Invalid partition name specified; of this chain job 100 is"
     )
     assert f"{pasted('launch', 'cancel', folders[0])}, or" in said
     words = shlex.split(said.rpartition("go on with ")[2])
@@ -165,6 +165,7 @@ def test_cancel_twice(tiny_data, tmp_path, slurm):
     assert "job 100 (running): it saves at the end of its step and ends" in first
     assert "job 100 (running): was asked at 2" in second and "and now again: it saves" in second
     assert slurm.cancelled == 2 * ["--batch --signal=USR2 100"]
+    assert (run / "jobs.jsonl").read_text().count("cancelled") == 1, "the first ask alone is noted"
     assert "to save and end" in called(status, run).out
     slurm.jobs(("100", "FAILED"))
     assert "job        100: cancelled" in called(status, run).out
