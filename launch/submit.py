@@ -35,8 +35,7 @@ def _submit(recipes: list[list[str]], options: dict[str, str], sbatch_options: l
     from hybrid_megatron.slurm.template import TEMPLATES, gpus_of
 
     template = Path(options.get("--template") or ROOT / "slurm" / TEMPLATES[_gpus(options, TEMPLATES)])
-    gpus = gpus_of(template, sbatch_options)
-    check_cluster_env()
+    gpus = gpus_of(template, sbatch_options, check_cluster_env())
     stages = stage.read_stages(recipes, template)
     after_another = any(word.startswith(("-d", "--dependency")) for word in sbatch_options)
     waiting = []

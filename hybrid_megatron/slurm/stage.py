@@ -146,9 +146,7 @@ def _without_layout(stage: Stage, gpus: int) -> list[str]:
     return _problems(make_plan(config, [gpus]), config, gpus)
 
 
-def _of_the_script(
-    problems: list[str], layout: list[str], words: list[str], template: Path, without: Callable[[], list[str]]
-) -> list[str]:
+def _of_the_script(problems: list[str], layout: list[str], words: list[str], template: Path, without: Callable[[], list[str]]) -> list[str]:
     """The problems; of those that are not there `without` the words of the batch script, it is said so, and what to write instead."""
     if not layout:
         return problems

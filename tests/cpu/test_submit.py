@@ -304,3 +304,31 @@ def test_gpus_of_a_job_that_does_not_say(tmp_path):
     script.write_text("#!/bin/bash\n#SBATCH --nodes=1\n")
     with pytest.raises(ConfigError, match="do not say how many GPUs"):
         gpus_of(script, [])
+
+
+@pytest.mark.parametrize("words", [["-G", "4"], ["-G4"], ["-Gh200:4"], ["--gpus=4"], ["--gpus", "4"], ["--gpus-per-task=1"]])
+def test_gpus_that_are_not_asked_for_by_node(tiny_data, tmp_path, slurm, words):
+    ended = called(submit, *tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}"), "--", *words)
+    [said] = ended.errors
+    assert ended.code == 2 and not slurm.asked
+    name = "--gpus-per-task" if "task" in words[0] else "--gpus"
+    assert said.startswith(f"{name}=") and "by node" in said and "--gres=gpu:N or --gpus-per-node=N instead" in said
+
+
+def test_gpus_that_a_script_or_a_variable_asks_for(tmp_path):
+    script = tmp_path / "mine.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --gpus 16\n")
+    with pytest.raises(ConfigError, match=f"{script}: #SBATCH --gpus=16: a job's GPUs are asked for by node"):
+        gpus_of(script, ["--gres=gpu:8"])
+    project = CHECKOUT / "slurm/train_16xh200.sbatch"
+    assert gpus_of(project, [], {"SBATCH_GRES": "gpu:4"}) == 8
+    assert gpus_of(project, ["--gres=gpu:2"], {"SBATCH_GRES": "gpu:4"}) == 4
+    assert gpus_of(project, [], {"SBATCH_GPUS_PER_NODE": "h200:1"}) == 2
+    with pytest.raises(ConfigError, match="variable SBATCH_\\*: --gpus=4"):
+        gpus_of(project, [], {"SBATCH_GPUS": "4"})
+
+
+def test_the_plan_is_on_the_gpus_of_cluster_env(tiny_data, tmp_path):
+    (tmp_path / "cluster.env").write_text("SBATCH_GRES=gpu:1\n")
+    ended = called(submit, *tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}"), "--dry-run")
+    assert ended.code == 0 and "20 steps on 1 GPU (" in ended.out
