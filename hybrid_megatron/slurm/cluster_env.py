@@ -94,8 +94,9 @@ def _check_python(file: Path, python: str) -> None:
     if ended.returncode:
         reason = _without_place((ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1])
         raise ConfigError(
-            f"{file}: PYTHON={python} cannot be run on this node or lacks the project's packages ({reason}); name the python of an environment "
-            "that make setup made, or leave it out for .venv; one that compute nodes alone have is set behind if [[ -n ${SLURM_JOB_ID:-} ]]"
+            f"{file}: PYTHON={python} cannot be run on this node or lacks the project's packages ({reason}); name the python of an "
+            "environment that make setup made, or leave it out for .venv; one that compute nodes alone have is set behind "
+            "if [[ -n ${SLURM_JOB_ID:-} ]]"
         )
 
 

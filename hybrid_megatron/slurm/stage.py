@@ -102,8 +102,8 @@ def _check_as_planned(config: RunConfig, handed: list[str], kept: list[str], tem
         if load_recipe([str(Path(folder) / RECIPE), *handed]) != config:
             added = shlex.join(word for word in handed if word not in kept)
             raise ConfigError(
-                f"{template}: in the job it adds {added or 'words'} to the file {RECIPE}, which makes another run of it than of the recipe; "
-                "let it add the same to every recipe, or nothing to a file (*.yaml) as the project's own scripts do"
+                f"{template}: in the job it adds {added or 'words'} to the file {RECIPE}, which makes another run of it than of the "
+                "recipe; let it add the same to every recipe, or nothing to a file (*.yaml) as the project's own scripts do"
             )
 
 
@@ -135,8 +135,8 @@ def _problems(plan: dict, config: RunConfig, gpus: int) -> list[str]:
     ranks = math.prod(sizes)
     not_divided = world_problem(config.parallel, gpus) if ranks > 0 else None
     said = (
-        f"parallel: tensor * context * pipeline = {' * '.join(map(str, sizes))} = {ranks} must divide the {plural(gpus, 'GPU')} of the job; "
-        f"ask for a multiple of {ranks}, with --gres=gpu:N and --nodes=N behind --, or lower one of them"
+        f"parallel: tensor * context * pipeline = {' * '.join(map(str, sizes))} = {ranks} must divide the {plural(gpus, 'GPU')} of the "
+        f"job; ask for a multiple of {ranks}, with --gres=gpu:N and --nodes=N behind --, or lower one of them"
     )
     return [said if problem == not_divided else problem for problem in all_problems(plan)]
 
@@ -148,18 +148,15 @@ def _without_layout(stage: Stage, gpus: int) -> list[str]:
 
 def _of_the_script(problems: list[str], layout: list[str], words: list[str], template: Path, without: Callable[[], list[str]]) -> list[str]:
     """The problems; of those that are not there `without` the words of the batch script, it is said so, and what to write instead."""
-    if not layout:
-        return problems
     try:
-        as_typed = without()
+        as_typed = without() if layout else problems
+    except ConfigError:
+        return problems
+    told = f"{shlex.join(layout)} stands in {template.name} for this recipe, not among your words"
+    with contextlib.suppress(AttributeError):  # a setting that there is not
         config = load_recipe(words)
         instead = [f"{name}={json.dumps(_setting(config, name))}" for name in dict.fromkeys(word.partition("=")[0] for word in layout)]
-    except (ConfigError, AttributeError):
-        return problems
-    told = (
-        f"{shlex.join(layout)} stands in {template.name} for this recipe and not among your words; words given win, "
-        f"{shlex.join(instead)} gives the recipe's own"
-    )
+        told += f"; words given win, {shlex.join(instead)} gives the recipe's own"
     return [problem if problem in as_typed else f"{problem}; {told}" for problem in problems]
 
 

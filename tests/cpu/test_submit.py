@@ -83,8 +83,8 @@ def test_stages_that_do_not_fit_each_other(tiny_data, tmp_path, slurm):
     [said] = ended.errors
     assert ended.code == 2 and not slurm.asked and not first.exists()
     assert said == (
-        f"stage 2, {recipe[0]}: init_from={first}: the stage before holds decoder.layers.0.mlp.linear_fc1.weight as [96, 32], and this model has it as "
-        "[128, 32]; give both stages the same model"
+        f"stage 2, {recipe[0]}: init_from={first}: the stage before holds decoder.layers.0.mlp.linear_fc1.weight as "
+        "[96, 32], and this model has it as [128, 32]; give both stages the same model"
     )
     ended = called(submit, *chain, "model.attention.rope_base=500000", "--", "--gres=gpu:1")
     assert ended.code == 0 and len(slurm.asked) == 2

@@ -171,8 +171,18 @@ def test_what_the_script_added_is_said_where_it_is_refused(slurm, tmp_path):  # 
     assert ended.code == 2 and ended.errors == [
         "stage 2, 776m+gdn_nope_lh+extend_32k: parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 GPU of the job; ask "
         "for a multiple of 2, with --gres=gpu:N and --nodes=N behind --, or lower one of them; parallel.context=2 stands in "
-        "train_8xh200.sbatch for this recipe and not among your words; words given win, parallel.context=1 gives the recipe's own"
+        "train_8xh200.sbatch for this recipe, not among your words; words given win, parallel.context=1 gives the recipe's own"
     ]
     assert called(submit, *short, "--then", *long, "parallel.context=1", "--", "--gres=gpu:1").code == 0
     [said] = called(submit, *long, "parallel.context=2", f"init_from={tmp_path / 'short'}", "--", "--gres=gpu:1").errors
     assert said.startswith("parallel: ") and "sbatch" not in said, "a run that is alone, and the user's own word"
+
+
+def test_a_setting_of_the_script_that_there_is_not(slurm, tmp_path):  # noqa: F811
+    script = tmp_path / "mine.sbatch"
+    script.write_text('#!/bin/bash\n#SBATCH --gres=gpu:8\nrun_job "$1" parallel.contxt=2 "${@:2}"\n')
+    ended = called(submit, "776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir={tmp_path / 'run'}", "--template", script)
+    [said] = ended.errors
+    assert said.startswith("parallel.contxt") and said.endswith(
+        "; parallel.contxt=2 stands in mine.sbatch for this recipe, not among your words"
+    )
