@@ -78,7 +78,7 @@ def check_cluster_env() -> dict[str, str]:
     if failed:
         said = [_without_place(line) for line in trial.stderr.splitlines() if line.strip()][:1]
         more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-        warnings.warn(f"{file}: {': '.join([failed[0], *said])}{more}; submitted all the same, without what that was to set")
+        warnings.warn(f"{file}: {': '.join([failed[0], *said])}{more}; it is read on, without what that was to set")
     known = dict(line.removeprefix("set ").split("=", 1) for line in lines if re.match(r"set \w+=", line))
     container_in_jobs = re.search(r"^[^#\n]*\b(SRUN_OPTIONS|CONTAINER)\+?=", file.read_text(errors="replace"), re.MULTILINE)
     if known.get("PYTHON") and not container_in_jobs:

@@ -34,7 +34,7 @@ class Stage:
     words: list[str]
     """Recipe and overrides as typed, and from what it starts."""
     layout: list[str]
-    """What the batch script adds to them for a recipe of this name."""
+    """What the batch script adds to them for a recipe of this name, as far as no word given wins over it."""
     kept: list[str]
     """Of the words those that follow submitted.yaml, because the batch script adds something to every recipe, or may; words given win."""
     template: Path
@@ -77,7 +77,8 @@ def _named(name: str) -> Iterator[None]:
 
 def _read_stage(words: list[str], template: Path, name: str) -> Stage:
     handed = words_of_job(template, words)
-    layout = [word for word in handed.words if word not in words]
+    last = {word.partition("=")[0]: place for place, word in enumerate(handed.words)}
+    layout = [word for place, word in enumerate(handed.words) if word not in words and last[word.partition("=")[0]] == place]
     try:
         config = _absolute(load_recipe(handed.words))
     except ConfigError as error:

@@ -27,7 +27,7 @@ RIGHT = {
     "output": "echo hello\n",
     "the example": (CHECKOUT / "slurm/cluster.example.env").read_text(),
 }
-ON = "; submitted all the same, without what that was to set"
+ON = "; it is read on, without what that was to set"
 WARNED = {
     "a command that fails": ["{file}: line 1, module load cuda (exit code 127): module: command not found, and 1 more" + ON],
     "exit of a subshell": ["{file}: line 1, A=$(exit 3) (exit code 3), and 1 more" + ON],

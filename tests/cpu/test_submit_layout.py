@@ -134,6 +134,7 @@ def test_words_given_win_behind_commands_of_the_cluster(slurm, tmp_path, before,
     for words, size in (["train.micro_batch=4"], 4), ([], 2):
         ended = called(submit, "776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir=run{size}", *words, "--template", script)
         assert ended.code == 0 and not ended.err and f"micro-batch {size})" in ended.out
+        assert ("train.micro_batch=2, as load.sbatch has it" in ended.out) == (not words)
         copy, handed = _script_and_words(slurm.asked[-1])
         Path(copy).write_text(add)  # on the node the commands are there
         job = trained(copy, handed, tmp_path / "stub")
@@ -183,6 +184,6 @@ def test_a_setting_of_the_script_that_there_is_not(slurm, tmp_path):  # noqa: F8
     script.write_text('#!/bin/bash\n#SBATCH --gres=gpu:8\nrun_job "$1" parallel.contxt=2 "${@:2}"\n')
     ended = called(submit, "776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir={tmp_path / 'run'}", "--template", script)
     [said] = ended.errors
-    assert said.startswith("parallel.contxt") and said.endswith(
+    assert "parallel.contxt is not a setting" in said and said.endswith(
         "; parallel.contxt=2 stands in mine.sbatch for this recipe, not among your words"
     )
