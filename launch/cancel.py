@@ -32,8 +32,9 @@ def _cancel(run_dir: Path, now: bool) -> None:
     for job in jobs:
         politely = job.state == "RUNNING" and not now
         told_by(ask_slurm(["scancel", *(["--batch", "--signal=USR2"] if politely else []), job.id]))
-        with contextlib.suppress(OSError):  # it is asked, whoever may write here
-            record_cancelled(run_dir, job.id)
+        if job.id not in asked:
+            with contextlib.suppress(OSError):  # it is asked, whoever may write here
+                record_cancelled(run_dir, job.id)
         if politely and job.id in asked:
             what = f"was asked at {asked[job.id]} and now again: it saves at the end of its step and ends; --now does not wait for that"
         elif politely:

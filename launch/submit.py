@@ -35,18 +35,18 @@ def _submit(recipes: list[list[str]], options: dict[str, str], sbatch_options: l
     from hybrid_megatron.slurm.template import TEMPLATES, gpus_of
 
     template = Path(options.get("--template") or ROOT / "slurm" / TEMPLATES[_gpus(options, TEMPLATES)])
-    gpus = gpus_of(template, sbatch_options)
-    check_cluster_env()
+    gpus = gpus_of(template, sbatch_options, check_cluster_env())
     stages = stage.read_stages(recipes, template)
     after_another = any(word.startswith(("-d", "--dependency")) for word in sbatch_options)
     waiting = []
     for number, each in enumerate(stages):
-        plan = stage.check(each, gpus, stages[:number], after_another)
-        if stage.is_complete(each.config):
-            print(f"complete   {each.config.name}: all its steps are done, in {each.config.run_dir}; nothing to submit")
-        else:
-            stage.check_place(Path(each.config.run_dir))
-            waiting.append((each, plan))
+        with each.named():
+            plan = stage.check(each, gpus, stages[:number], after_another)
+            if stage.is_complete(each.config):
+                print(f"complete   {each.config.name}: all its steps are done, in {each.config.run_dir}; nothing to submit")
+            else:
+                stage.check_place(Path(each.config.run_dir))
+                waiting.append((each, plan))
     code, jobs = submission.code_with(template), []
     for each, plan in waiting:
         run_dir, after = Path(each.config.run_dir), jobs[-1] if jobs else None
@@ -57,7 +57,8 @@ def _submit(recipes: list[list[str]], options: dict[str, str], sbatch_options: l
             print(f"would ask  {shlex.join(asked)}")
             continue
         try:
-            jobs.append(submission.submit(each, code, template.name, sbatch_options, after))
+            with each.named():
+                jobs.append(submission.submit(each, code, template.name, sbatch_options, after))
         except UserError as error:
             raise RunError(f"{error}{_of_the_rest([each for each, _ in waiting], jobs, options, sbatch_options)}") from None
         print(f"submitted  job {jobs[-1]}" + (f", after job {after} is complete" if after else ""))

@@ -1,8 +1,14 @@
 """One run to submit: its recipe with paths that hold anywhere, and all that would make its job fail, found before it waits in a queue."""
 
+import contextlib
 import dataclasses
+import functools
+import json
+import math
 import os
 import shlex
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +16,16 @@ from hybrid_megatron.checkpoint.origin import check_follows, check_origin, needs
 from hybrid_megatron.checkpoint.store import CheckpointStore, read_progress
 from hybrid_megatron.command_line import pasted
 from hybrid_megatron.config import RunConfig, load_recipe, save_config
+from hybrid_megatron.config.validate import world_problem
 from hybrid_megatron.data import open_dataset
-from hybrid_megatron.errors import CheckpointError, ConfigError, NoIndexMaps, RunError
+from hybrid_megatron.errors import CheckpointError, ConfigError, NoIndexMaps, RunError, UserError
 from hybrid_megatron.planning.plan import all_problems, invalid, make_plan
 from hybrid_megatron.quantities import plural
 from hybrid_megatron.slurm.jobs import RECIPE, active_jobs
 from hybrid_megatron.slurm.layout import words_of_job
 from hybrid_megatron.training.run_folder import check_same_run
+
+_PATHS = ("run_dir", "init_from", "data.train", "data.valid", "data.cache_dir", "data.tokenizer")
 
 
 @dataclass(frozen=True)
@@ -25,31 +34,78 @@ class Stage:
     words: list[str]
     """Recipe and overrides as typed, and from what it starts."""
     layout: list[str]
-    """What the batch script adds to them for a recipe of this name."""
+    """What the batch script adds to them for a recipe of this name, as far as no word given wins over it."""
     kept: list[str]
-    """Of the words those that follow submitted.yaml, because the batch script adds something to every recipe, and words given win."""
+    """Of the words those that follow submitted.yaml, because the batch script adds something to every recipe, or may; words given win."""
+    template: Path
+    """The batch script."""
+    name: str
+    """Its place in a chain and its recipe; empty of a run that is alone."""
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """What is refused within says which stage it is."""
+        with _named(self.name):
+            yield
 
 
 def read_stages(recipes: list[list[str]], template: Path) -> list[Stage]:
     """The runs of a chain; each starts from the parameters of the one before, unless its words say from what. Raises ConfigError."""
     stages: list[Stage] = []
-    folders: set[str] = set()
-    for words in recipes:
+    for number, words in enumerate(recipes, start=1):
+        name = f"stage {number}, {words[0]}" if len(recipes) > 1 else ""
         if stages and not any(word.startswith("init_from=") for word in words):
             words = [*words, f"init_from={stages[-1].config.run_dir}"]
-        of_job = words_of_job(template, words)
-        config = _absolute(load_recipe(of_job))
-        if config.run_dir in folders:
-            raise ConfigError(f"run_dir={config.run_dir}: two stages of this chain have it; each stage needs a folder of its own")
-        folders.add(config.run_dir)
-        always = {_section(word) for word in words_of_job(template, [RECIPE])[1:]}
-        kept = [word for word in words[1:] if _section(word) in always]
-        stages.append(Stage(config, words, [word for word in of_job if word not in words], kept))
+        with _named(name):
+            stages.append(_read_stage(words, template, name))
+            run_dir = stages[-1].config.run_dir
+            if run_dir in [each.config.run_dir for each in stages[:-1]]:
+                raise ConfigError(f"run_dir={run_dir}: two stages of this chain have it; each stage needs a folder of its own")
     return stages
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if not name:
+            raise
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        raise ConfigError([f"{name}: {problem}" for problem in problems]) from None
+
+
+def _read_stage(words: list[str], template: Path, name: str) -> Stage:
+    handed = words_of_job(template, words)
+    last = {word.partition("=")[0]: place for place, word in enumerate(handed.words)}
+    layout = [word for place, word in enumerate(handed.words) if word not in words and last[word.partition("=")[0]] == place]
+    try:
+        config = _absolute(load_recipe(handed.words))
+    except ConfigError as error:
+        raise ConfigError(_of_the_script(error.problems, layout, words, template, lambda: load_recipe(words) and [])) from None
+    submitted = str(Path(config.run_dir) / RECIPE)
+    kept = [_word_anywhere(word, config) for word in words[1:]]
+    if handed.sure:
+        always = {_section(word) for word in words_of_job(template, [submitted]).words[1:]}
+        kept = [word for word in kept if _section(word) in always]
+    _check_as_planned(config, words_of_job(template, [submitted, *kept]).words[1:], kept, template)
+    return Stage(config, words, layout, kept, template, name)
 
 
 def _section(word: str) -> str:
     return word.partition("=")[0].partition(".")[0]
+
+
+def _check_as_planned(config: RunConfig, handed: list[str], kept: list[str], template: Path) -> None:
+    """Raise ConfigError unless the job trains what is planned, with the words that its script hands on behind submitted.yaml."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_config(config, Path(folder) / RECIPE)
+        if load_recipe([str(Path(folder) / RECIPE), *handed]) != config:
+            added = shlex.join(word for word in handed if word not in kept)
+            raise ConfigError(
+                f"{template}: in the job it adds {added or 'words'} to the file {RECIPE}, which makes another run of it than of the "
+                "recipe; let it add the same to every recipe, or nothing to a file (*.yaml) as the project's own scripts do"
+            )
 
 
 def check(stage: Stage, gpus: int, earlier: list[Stage], after_another: bool) -> dict:
@@ -59,8 +115,8 @@ def check(stage: Stage, gpus: int, earlier: list[Stage], after_another: bool) ->
     """
     config = stage.config
     plan = make_plan(config, [gpus])
-    if invalid(plan):
-        raise ConfigError(all_problems(plan))
+    if problems := _problems(plan, config, gpus):
+        raise ConfigError(_of_the_script(problems, stage.layout, stage.words, stage.template, lambda: _without_layout(stage, gpus)))
     _check_memory(plan, gpus)
     check_same_run(config)
     _check_start(config, [each.config for each in earlier], after_another)
@@ -70,6 +126,43 @@ def check(stage: Stage, gpus: int, earlier: list[Stage], after_another: bool) ->
     except NoIndexMaps as error:
         raise error.of_recipe(stage.words) from None
     return plan
+
+
+def _problems(plan: dict, config: RunConfig, gpus: int) -> list[str]:
+    """Why it cannot run on so many GPUs, with the way out that a job has."""
+    if not invalid(plan):
+        return []
+    sizes = (config.parallel.tensor, config.parallel.context, config.parallel.pipeline)
+    ranks = math.prod(sizes)
+    not_divided = world_problem(config.parallel, gpus) if ranks > 0 else None
+    said = (
+        f"parallel: tensor * context * pipeline = {' * '.join(map(str, sizes))} = {ranks} must divide the {plural(gpus, 'GPU')} of the "
+        f"job; ask for a multiple of {ranks}, with --gres=gpu:N and --nodes=N behind --, or lower one of them"
+    )
+    return [said if problem == not_divided else problem for problem in all_problems(plan)]
+
+
+def _without_layout(stage: Stage, gpus: int) -> list[str]:
+    config = load_recipe(stage.words)
+    return _problems(make_plan(config, [gpus]), config, gpus)
+
+
+def _of_the_script(problems: list[str], layout: list[str], words: list[str], template: Path, without: Callable[[], list[str]]) -> list[str]:
+    """The problems; of those that are not there `without` the words of the batch script, it is said so, and what to write instead."""
+    try:
+        as_typed = without() if layout else problems
+    except ConfigError:
+        return problems
+    told = f"{shlex.join(layout)} stands in {template.name} for this recipe, not among your words"
+    with contextlib.suppress(AttributeError):  # a setting that there is not
+        config = load_recipe(words)
+        instead = [f"{name}={json.dumps(_setting(config, name))}" for name in dict.fromkeys(word.partition("=")[0] for word in layout)]
+        told += f"; words given win, {shlex.join(instead)} gives the recipe's own"
+    return [problem if problem in as_typed else f"{problem}; {told}" for problem in problems]
+
+
+def _setting(config: RunConfig, name: str) -> object:
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def _check_start(config: RunConfig, earlier: list[RunConfig], after_another: bool) -> None:
@@ -153,6 +246,13 @@ def _absolute(config: RunConfig) -> RunConfig:
 
 def _anywhere(path: str | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
+
+
+def _word_anywhere(word: str, config: RunConfig) -> str:
+    """A word as it holds in the folder where the job runs: with the path that `_absolute` gave it."""
+    name = word.partition("=")[0]
+    value = _setting(config, name) if name in _PATHS else None
+    return word if value is None else f"{name}={value}"
 
 
 def _init_from(config: RunConfig) -> str | None:

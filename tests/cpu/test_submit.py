@@ -83,8 +83,8 @@ def test_stages_that_do_not_fit_each_other(tiny_data, tmp_path, slurm):
     [said] = ended.errors
     assert ended.code == 2 and not slurm.asked and not first.exists()
     assert said == (
-        f"init_from={first}: the stage before holds decoder.layers.0.mlp.linear_fc1.weight as [96, 32], and this model has it as "
-        "[128, 32]; give both stages the same model"
+        f"stage 2, {recipe[0]}: init_from={first}: the stage before holds decoder.layers.0.mlp.linear_fc1.weight as "
+        "[96, 32], and this model has it as [128, 32]; give both stages the same model"
     )
     ended = called(submit, *chain, "model.attention.rope_base=500000", "--", "--gres=gpu:1")
     assert ended.code == 0 and len(slurm.asked) == 2
@@ -109,7 +109,7 @@ def test_a_chain_of_which_the_second_is_refused(tiny_data, tmp_path, slurm):
     ended = called(submit, *chain, "--", "--gres=gpu:1", "--dependency=singleton")
     [said] = ended.errors
     assert ended.code == 2 and said.startswith(
-        "sbatch: Batch job submission failed: Invalid partition name specified; of this chain job 100 is"
+        f"stage 2, {chain[0]}: sbatch: Batch job submission failed: Invalid partition name specified; of this chain job 100 is"
     )
     assert f"{pasted('launch', 'cancel', folders[0])}, or" in said
     words = shlex.split(said.rpartition("go on with ")[2])
@@ -165,6 +165,7 @@ def test_cancel_twice(tiny_data, tmp_path, slurm):
     assert "job 100 (running): it saves at the end of its step and ends" in first
     assert "job 100 (running): was asked at 2" in second and "and now again: it saves" in second
     assert slurm.cancelled == 2 * ["--batch --signal=USR2 100"]
+    assert (run / "jobs.jsonl").read_text().count("cancelled") == 1, "the first ask alone is noted"
     assert "to save and end" in called(status, run).out
     slurm.jobs(("100", "FAILED"))
     assert "job        100: cancelled" in called(status, run).out
@@ -303,3 +304,31 @@ def test_gpus_of_a_job_that_does_not_say(tmp_path):
     script.write_text("#!/bin/bash\n#SBATCH --nodes=1\n")
     with pytest.raises(ConfigError, match="do not say how many GPUs"):
         gpus_of(script, [])
+
+
+@pytest.mark.parametrize("words", [["-G", "4"], ["-G4"], ["-Gh200:4"], ["--gpus=4"], ["--gpus", "4"], ["--gpus-per-task=1"]])
+def test_gpus_that_are_not_asked_for_by_node(tiny_data, tmp_path, slurm, words):
+    ended = called(submit, *tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}"), "--", *words)
+    [said] = ended.errors
+    assert ended.code == 2 and not slurm.asked
+    name = "--gpus-per-task" if "task" in words[0] else "--gpus"
+    assert said.startswith(f"{name}=") and "by node" in said and "--gres=gpu:N or --gpus-per-node=N instead" in said
+
+
+def test_gpus_that_a_script_or_a_variable_asks_for(tmp_path):
+    script = tmp_path / "mine.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --gpus 16\n")
+    with pytest.raises(ConfigError, match=f"{script}: #SBATCH --gpus=16: a job's GPUs are asked for by node"):
+        gpus_of(script, ["--gres=gpu:8"])
+    project = CHECKOUT / "slurm/train_16xh200.sbatch"
+    assert gpus_of(project, [], {"SBATCH_GRES": "gpu:4"}) == 8
+    assert gpus_of(project, ["--gres=gpu:2"], {"SBATCH_GRES": "gpu:4"}) == 4
+    assert gpus_of(project, [], {"SBATCH_GPUS_PER_NODE": "h200:1"}) == 2
+    with pytest.raises(ConfigError, match="variable SBATCH_\\*: --gpus=4"):
+        gpus_of(project, [], {"SBATCH_GPUS": "4"})
+
+
+def test_the_plan_is_on_the_gpus_of_cluster_env(tiny_data, tmp_path):
+    (tmp_path / "cluster.env").write_text("SBATCH_GRES=gpu:1\n")
+    ended = called(submit, *tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}"), "--dry-run")
+    assert ended.code == 0 and "20 steps on 1 GPU (" in ended.out

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_megatron.config import RunConfig, load_recipe
-from hybrid_megatron.slurm import stage
-from hybrid_megatron.slurm.layout import words_of_job
+from hybrid_megatron.errors import ConfigError
+from hybrid_megatron.slurm import layout, stage
+from hybrid_megatron.slurm.layout import Handed, words_of_job
 from hybrid_megatron.slurm.template import TEMPLATES
 from launch import submit
 from tests.cpu.runs import CHECKOUT
@@ -84,12 +85,105 @@ def test_words_given_win(slurm, tmp_path):  # noqa: F811
 
 def test_a_script_that_is_no_template_is_not_run(tmp_path):
     script = tmp_path / "mine.sbatch"
-    script.write_text(f"#!/bin/bash\necho ran >{tmp_path / 'ran'}\nsrun python -m launch train $@\n")
-    assert words_of_job(script, ["recipe", "a=b"]) == ["recipe", "a=b"] and not (tmp_path / "ran").exists()
+    script.write_text(f"#!/bin/bash\n# without run_job\necho ran >{tmp_path / 'ran'}\nsrun python -m launch train $@\n")
+    assert words_of_job(script, ["recipe", "a=b"]).words == ["recipe", "a=b"] and not (tmp_path / "ran").exists()
 
 
-def test_a_template_that_does_not_come_to_its_end(tmp_path):
+ENDS = {
+    "exit": ("exit 1\n", "line 2, exit 1"),
+    "unbound": ('set -u\necho "$NONE"\n', 'line 3, echo "$NONE"'),
+    "loop": ("while true; do :; done\n", "line 2, "),
+    "no end": ("if false; then\n", "its first line"),
+    "in a function": ("no() {\n    exit 3\n}\nno\n", "line 5, no"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_script_that_does_not_come_to_its_run_job(tmp_path, case, monkeypatch):
+    monkeypatch.setattr(layout, "_SECONDS", 1)
     script = tmp_path / "mine.sbatch"
-    script.write_text("#!/bin/bash\nexit 1\nsource slurm/job.sh\nrun_job $@\n")
-    with pytest.warns(UserWarning, match="it does not come to its run_job, so a layout that it sets is not in the plan"):
-        assert words_of_job(script, ["recipe"]) == ["recipe"]
+    contents, where = ENDS[case]
+    script.write_text(f'#!/bin/bash\n{contents}source slurm/job.sh\nrun_job "$@"\n')
+    with pytest.raises(ConfigError) as refused:
+        words_of_job(script, ["recipe"])
+    [said] = refused.value.problems
+    assert said.startswith(f"{script}: tried on this node it ends at {where}") and "SLURM_JOB_ID" in said
+    script.write_text(f'#!/bin/bash\nif [[ -n ${{SLURM_JOB_ID:-}} ]]; then\n{contents if case != "no end" else ":"}\nfi\nrun_job "$@"\n')
+    assert words_of_job(script, ["recipe"]) == Handed(["recipe"], True)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "module load foo || exit 1",
+        "source {profile} && module load foo || exit 1",
+        "set -eu\nsource {profile} || true\nexport PATH={bin}:$PATH\nml foo\nfalse_here",
+        "command -v nvidia-smi; nvidia-smi >/dev/null || exit 3",
+    ],
+)
+def test_words_given_win_behind_commands_of_the_cluster(slurm, tmp_path, before, monkeypatch):  # noqa: F811
+    """They count as succeeded, and nothing is run. Paths that were given hold in the folder where the job runs."""
+    (tmp_path / "profile").write_text("module() { return 1; }\nml() { return 1; }\n")
+    (tmp_path / "bin/false_here").write_text(f"#!{shutil.which('bash')}\necho >{tmp_path}/ran\nexit 1\n")
+    (tmp_path / "bin/false_here").chmod(0o755)
+    script = tmp_path / "load.sbatch"
+    head = before.replace("{profile}", f"{tmp_path}/profile").replace("{bin}", f"{tmp_path}/bin")
+    add = 'source slurm/job.sh\nrun_job "$1" train.micro_batch=2 "${@:2}"\n'
+    script.write_text(f"#!/bin/bash\n#SBATCH --gres=gpu:8\n{head}\n{add}")
+    monkeypatch.chdir(tmp_path)
+    for words, size in (["train.micro_batch=4"], 4), ([], 2):
+        ended = called(submit, "776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir=run{size}", *words, "--template", script)
+        assert ended.code == 0 and not ended.err and f"micro-batch {size})" in ended.out
+        assert ("train.micro_batch=2, as load.sbatch has it" in ended.out) == (not words)
+        copy, handed = _script_and_words(slurm.asked[-1])
+        Path(copy).write_text(add)  # on the node the commands are there
+        job = trained(copy, handed, tmp_path / "stub")
+        assert job.train.micro_batch == size and job.run_dir == f"{tmp_path}/run{size}"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_layout_that_depends_on_what_is_not_run(slurm, tmp_path):  # noqa: F811
+    script = tmp_path / "mine.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --gres=gpu:8\nnvidia-smi && layout=(train.micro_batch=2)\nsource slurm/job.sh\n"
+        'run_job "$1" "${layout[@]}" "${@:2}"\n'
+    )
+    words = ["776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir={tmp_path / 'run'}"]
+    ended = called(submit, *words, "--template", script)
+    assert ended.code == 2 and "whether it sets train.micro_batch=2 depends on commands" in ended.errors[0] and not slurm.asked
+    assert called(submit, *words, "train.micro_batch=4", "--template", script).code == 0
+    assert "train.micro_batch=4" in slurm.asked[0], "whichever way the script takes there"
+
+
+def test_a_script_that_makes_another_run_of_the_submitted_file(slurm, tmp_path):  # noqa: F811
+    script = tmp_path / "mine.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --gres=gpu:8\nif [[ $1 == *.yaml ]]; then layout=(train.micro_batch=2); fi\nsource slurm/job.sh\n"
+        'run_job "$1" "${layout[@]}" "${@:2}"\n'
+    )
+    ended = called(submit, "776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir={tmp_path / 'run'}", "--template", script)
+    assert ended.code == 2 and "in the job it adds train.micro_batch=2 to the file submitted.yaml" in ended.errors[0]
+
+
+def test_what_the_script_added_is_said_where_it_is_refused(slurm, tmp_path):  # noqa: F811
+    short = ["776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir={tmp_path / 'short'}"]
+    long = ["776m+gdn_nope_lh+extend_32k", *DATA, f"run_dir={tmp_path / 'long'}"]
+    ended = called(submit, *short, "--then", *long, "--", "--gres=gpu:1")
+    assert ended.code == 2 and ended.errors == [
+        "stage 2, 776m+gdn_nope_lh+extend_32k: parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 GPU of the job; ask "
+        "for a multiple of 2, with --gres=gpu:N and --nodes=N behind --, or lower one of them; parallel.context=2 stands in "
+        "train_8xh200.sbatch for this recipe, not among your words; words given win, parallel.context=1 gives the recipe's own"
+    ]
+    assert called(submit, *short, "--then", *long, "parallel.context=1", "--", "--gres=gpu:1").code == 0
+    [said] = called(submit, *long, "parallel.context=2", f"init_from={tmp_path / 'short'}", "--", "--gres=gpu:1").errors
+    assert said.startswith("parallel: ") and "sbatch" not in said, "a run that is alone, and the user's own word"
+
+
+def test_a_setting_of_the_script_that_there_is_not(slurm, tmp_path):  # noqa: F811
+    script = tmp_path / "mine.sbatch"
+    script.write_text('#!/bin/bash\n#SBATCH --gres=gpu:8\nrun_job "$1" parallel.contxt=2 "${@:2}"\n')
+    ended = called(submit, "776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir={tmp_path / 'run'}", "--template", script)
+    [said] = ended.errors
+    assert "parallel.contxt is not a setting" in said and said.endswith(
+        "; parallel.contxt=2 stands in mine.sbatch for this recipe, not among your words"
+    )
