@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., h] / rms(x) * weight [h], statistics in float32, in the type of x."""
-    return _RMSNorm.apply(x, weight, eps) if x.is_cuda else F.rms_norm(x, weight.shape, weight, eps)
+    """x [..., h] / rms(x) * weight [h], statistics in float32 or wider, in the type of x."""
+    by_kernel = x.is_cuda and x.dtype is not torch.float64
+    return _RMSNorm.apply(x, weight, eps) if by_kernel else F.rms_norm(x, weight.shape, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -18,7 +18,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        if x.is_cuda:
+        if _by_kernel(x):
             from hybrid_megatron.ops.swiglu_kernels import product
 
             return product(x)
@@ -28,11 +28,15 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if x.is_cuda:
+        if _by_kernel(x):
             from hybrid_megatron.ops.swiglu_kernels import gradient
 
             return gradient(grad, x)
         return _by_definition(grad, x)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype is not torch.float64
 
 
 def _by_definition(grad: Tensor, x: Tensor) -> Tensor:
