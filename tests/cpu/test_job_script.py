@@ -197,7 +197,12 @@ def slow_to_stop(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name, wish, everybody, how", [("SIGINT", "", True, "SIGINT"), ("SIGUSR2", "INT", False, "SIGINT"), ("SIGUSR2", "", False, "SIGTERM")]
+    "name, wish, everybody, how",
+    [
+        ("SIGINT", "", True, "SIGINT"),
+        pytest.param("SIGUSR2", "INT", False, "SIGINT", marks=pytest.mark.slow),
+        pytest.param("SIGUSR2", "", False, "SIGTERM", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_a_node_leaves_a_long_step_its_time(slow_to_stop, name, wish, everybody, how):
     (slow_to_stop / "cancelled").write_text(wish)
@@ -223,6 +228,7 @@ def test_a_signal_to_a_node_leaves_a_long_step_its_time(slow_to_stop, name, wish
         kill_all(process)
 
 
+@pytest.mark.slow
 def test_plain_torchrun_as_the_readme_has_it(slow_to_stop):
     """Ctrl-C: torchrun kills what is not done after --shutdown-timeout, which by itself is half a minute."""
     words = [

@@ -290,7 +290,10 @@ def with_wandb_killed_after_2(words: list[str], signal_name: str, **how) -> Ende
         return with_wandb(words, {}, **how)
 
 
-@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "signal_name",
+    ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGKILL", marks=pytest.mark.slow)],
+)
 def test_wandbs_process_dies(ranks, tiny_data, tmp_path, signal_name):
     """As Slurm's signals make it: the end of the run begins another one, and its rows are all there."""
     pytest.importorskip("wandb")
