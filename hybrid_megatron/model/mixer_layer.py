@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 
 class MixerLayer(MegatronModule):
-    """One mixer for each head group of the layer, between projections whose rows and columns run in unit order (unit_order.py)."""
+    """One mixer for each head group of the layer, between projections whose rows and columns are stored in unit order (unit_order.py)."""
 
     def __init__(
         self,

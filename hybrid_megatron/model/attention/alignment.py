@@ -1,6 +1,6 @@
 """Tensors as the attention kernels of CUDA need them: every head's row on a border of 16 bytes.
 
-In a head-wise layer q, k and v are slices between rows of other mixers, whose widths may be odd (a gate is one row). With such a slice in
+The input projection has q, k and v on such borders (unit_order.py) unless a head's width is no multiple of eight. With a slice off them in
 bf16, cuDNN's attention returned wrong values without a word (torch 2.11, H200), and the memory-efficient one finds no kernel in float32.
 """
 
