@@ -5,6 +5,7 @@ import os
 import sys
 import time
 
+from hybrid_megatron.training.watchdog import _TICK_SECONDS
 from launch.train import main
 
 LAST_RANK = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
@@ -39,6 +40,7 @@ def sleeps_once() -> None:
 
 
 def holds_the_interpreter() -> None:
+    time.sleep(2 * _TICK_SECONDS)  # the watchdog sees that the first step is done, and sets its shorter time
     ctypes.PyDLL(None).sleep(1000)  # unlike CDLL's, its calls keep the GIL
 
 
