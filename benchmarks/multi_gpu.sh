@@ -10,10 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 out=${1:-runs/multi_gpu}
 parts=("${@:2}")
-case $out in
-    parity | context | speed | checkpoint | failures) echo "error: $out: the folder comes first, then the parts: multi_gpu.sh FOLDER $*" >&2; exit 2 ;;
-esac
-[ ${#parts[@]} -gt 0 ] || parts=(parity context speed checkpoint failures)
+all=(parity context speed checkpoint failures)
+[[ " ${all[*]} " != *" $out "* ]] || { echo "error: $out: the folder comes first, then the parts: multi_gpu.sh FOLDER $*" >&2; exit 2; }
+[ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 export SECONDS_EACH=${SECONDS_EACH:-600} PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
 gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" -ge 2 ] || { echo "error: torch sees $gpus GPUs here; at least two are needed" >&2; exit 2; }
@@ -40,7 +39,7 @@ for part in "${parts[@]}"; do
                 train.tokens=4194304 schedule.warmup_tokens=65536 --saves 2 --steps 3 --rolling-only --out "$out"
             ;;
         failures) run failures $python -m pytest -q -rs tests/gpu/test_failures.py ;;
-        *) echo "error: $part: the parts are parity, context, speed, checkpoint, failures" >&2; exit 2 ;;
+        *) echo "error: $part: the parts are ${all[*]}" >&2; exit 2 ;;
     esac
 done
 $python benchmarks/multi_gpu_table.py "$out"

@@ -63,7 +63,9 @@ def main() -> None:
             found = {_identity(entry): entry for entry in entries} | found  # where two cases have a kernel in common: the first to end
             table = {_identity(entry): entry for entry in before} | found
             lines = ",\n".join(json.dumps(table[identity]) for identity in sorted(table))
-            path.write_text(f"[\n{lines}\n]\n")  # what is found stays, whatever happens later
+            new = path.with_suffix(".new")
+            new.write_text(f"[\n{lines}\n]\n")
+            new.replace(path)  # what is found stays, whatever happens later
     print(f"{len(found)} configurations found; {len(table)} of {len({entry['kernel'] for entry in table.values()})} kernels in {path}")
 
 
@@ -118,7 +120,8 @@ def tuned(mixer: str, width: int, kind: str, known: list[dict]) -> list[dict]:
         state = torch.randn(BATCH, HEADS, width, width, device=platform.device(), requires_grad=True) if "continued" in kind else None
         outputs = recurrence.run(inputs, scale=width**-0.5, initial_state=state, document_starts=starts)
     sum(x.float().square().sum() for x in outputs if x.requires_grad).backward()
-    return [entry_of(tuner, key, config) for tuner in tuners_of_fla() for key, config in tuner.cache.items()]
+    chosen = [entry_of(tuner, key, config) for tuner in tuners_of_fla() for key, config in tuner.cache.items()]
+    return [entry for entry in chosen if _identity(entry) not in map(_identity, known)]  # looked up is in the cache too
 
 
 def compiling_side_by_side(choose):

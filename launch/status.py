@@ -38,8 +38,6 @@ def _jobs(status: dict) -> list[str]:
         elif job["state"] == "RUNNING":
             told = f"running for {job['elapsed']} on {job['nodes']}, {job['left']} left"
             told += f", asked at {job['cancelled']} to save and end" if job["cancelled"] else ""
-        elif job["state"] == "FAILED" and job["cancelled"]:  # with a checkpoint, which Slurm cannot know
-            told = "cancelled"
         else:
             told = job["state"].lower()
         lines.append(f"job        {job['id']}: {told}" + (f"; training: {job['outcome']}" if job["outcome"] else ""))

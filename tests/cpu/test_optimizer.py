@@ -14,6 +14,7 @@ from hybrid_megatron.training.loop import train_step
 from hybrid_megatron.training.optimizer import FusedAdamW, set_hyperparameters
 from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import gradient_norm
+from tests.cpu import cells
 from tests.cpu.tiny import tiny_words
 
 
@@ -73,6 +74,15 @@ def test_matrices_decay_and_vectors_do_not(ranks, tiny_data, precision):
         assert any(name.endswith(ending) for name in decays), ending
     for ending in ("in_proj.weight", "out_proj.weight", "linear_fc1.weight", "word_embeddings.weight", "output_layer.weight"):
         assert any(name.endswith(ending) for name in decays), ending
+
+
+def test_gradients_of_weights_are_not_rounded_on_their_way(ranks, tiny_data):
+    """In bf16 the product adds them to float32 buffers; through a gradient in bf16 they would be numbers of that type."""
+    words = tiny_words(tiny_data, "run_dir=unused", "train.precision=bf16", "train.micro_batch=8", "train.batch_tokens=512")
+    [(_, _, gradients)] = ranks.run(1, cells.loss_and_gradients, words)
+    for ending in ("out_proj.weight", "linear_fc1.weight", "linear_fc2.weight"):
+        found = [torch.from_numpy(gradient) for name, _, _, gradient in gradients if name.endswith(ending)]
+        assert found and all((gradient != gradient.bfloat16().float()).any() for gradient in found), ending
 
 
 def one_step(words: list[str], clip: float) -> tuple[float, float, int]:

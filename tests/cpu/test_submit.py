@@ -167,7 +167,7 @@ def test_cancel_twice(tiny_data, tmp_path, slurm):
     assert slurm.cancelled == 2 * ["--batch --signal=USR2 100"]
     assert (run / "jobs.jsonl").read_text().count("cancelled") == 1, "the first ask alone is noted"
     assert "to save and end" in called(status, run).out
-    slurm.jobs(("100", "FAILED"))
+    slurm.jobs(("100", "CANCELLED"))
     assert "job        100: cancelled" in called(status, run).out
     assert json.loads(called(status, run, "--json").out)["jobs"][0]["cancelled"].startswith("2")
     assert "nothing" in called(cancel, run).out
@@ -176,10 +176,12 @@ def test_cancel_twice(tiny_data, tmp_path, slurm):
 def test_a_job_that_the_signal_alone_cancelled(tmp_path, slurm):
     (tmp_path / "logs/job_7").mkdir(parents=True)
     (tmp_path / "jobs.jsonl").write_text('{"id": "7", "time": "T"}\n')
-    slurm.jobs(("7", "FAILED"))
-    assert "job        7: failed" in called(status, tmp_path).out
+    slurm.jobs(("7", "RUNNING"))
+    assert "to save and end" not in called(status, tmp_path).out
     (tmp_path / "logs/job_7/cancelled").touch()
-    assert "job        7: cancelled" in called(status, tmp_path).out
+    assert "to save and end" in called(status, tmp_path).out
+    slurm.jobs(("7", "FAILED"))
+    assert "job        7: failed" in called(status, tmp_path).out, "the script has Slurm call a cancelled job so; this one was refused"
 
 
 @pytest.mark.parametrize("words", [["plan", "776m+rope+pretrain_4k", "data.train=x"], ["status", "{run}"], ["nothing"]])
