@@ -19,13 +19,18 @@ import json
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
+from threading import Lock, Thread
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from hybrid_megatron.benchmarking.cells import Cell  # noqa: E402
+from tests.cpu.ranks import Ranks  # noqa: E402
 
 MODELS = {
     "776m": "776m+rope", "776m gdn": "776m+gdn_nope_lh", "376m": "376m+rope", "1b": "1b+rope", "3b": "3b+rope", "tiny": "776m+rope+tiny",
@@ -61,7 +66,7 @@ def main() -> None:
     done = {(row["model"], row["context"], row["layout"]) for row in rows}
     planned = measurements(wanted, gpus, settings.recommended)
     missing = [each for each in planned if (each.model, each.context, each.layout) not in done]
-    for row in measured(missing, gpus, settings.out, settings.seconds):
+    for row in measured(missing, gpus, settings.seconds):
         rows.append(row)
         (settings.out / "layout_speed.json").write_text(json.dumps({"gpus": gpus, "rows": rows}, indent=1) + "\n")
     print(table(rows))
@@ -97,39 +102,83 @@ def layouts(model: str, context: int, gpus: int) -> list[tuple[str, tuple[str, .
     return [data, tensor, pipeline] if model in ("776m", "3b") else [data, tensor]
 
 
-def measured(wanted: list[Measurement], gpus: int, out: Path, seconds: float):
-    """A row each, as benchmarking/measure.py has it, with `model`, `layout` and `gpus`."""
-    from hybrid_megatron.benchmarking.cells import Cell
-    from hybrid_megatron.benchmarking.run_cell import run_cell
-
-    logs = out / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+def measured(wanted: list[Measurement], gpus: int, seconds: float) -> Iterator[dict]:
+    """A row each, as benchmarking/measure.py has it, with `model`, `context`, `layout`, `gpus` and `failed`. Those on one GPU first, one
+    on each GPU at a time, then those on all. The processes live from one measurement to the next: coming up takes longer than measuring."""
     end = time.monotonic() + seconds
 
-    def run(each: Measurement, on: int | None) -> dict | None:
-        if time.monotonic() > end:
-            print(f"{each.model} at {each.context:,}, {each.layout}: left out, no time", flush=True)
-            return None
-        row = run_cell(Cell(MODELS[each.model], each.context, overrides=each.words), each.gpus, logs, on)
-        told = row["failed"] or f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
-        print(f"{each.model} at {each.context:,}, {each.layout}: {told}", flush=True)
-        return row | {"model": each.model, "layout": each.layout, "gpus": each.gpus}
+    def rows(asked: list[Measurement], here: Callable[[], Ranks]) -> Iterator[dict]:
+        group = None
+        while True:
+            try:
+                each = asked.pop(0)  # several threads take from one list
+            except IndexError:
+                break
+            if time.monotonic() > end:
+                print(f"{each.model} at {each.context:,}, {each.layout}: left out, no time", flush=True)
+                continue
+            group = group or here()
+            row = row_of(each, group)
+            told = row["failed"] or f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
+            print(f"{each.model} at {each.context:,}, {each.layout}: {told}", flush=True)
+            if row["failed"]:  # nothing of it is left for the next
+                group.close()
+                group = None
+            yield row
+        if group:
+            group.close()
 
-    alone = [each for each in wanted if each.gpus == 1]
-    free: SimpleQueue[int] = SimpleQueue()
-    for gpu in range(gpus):
-        free.put(gpu)
-
-    def run_alone(each: Measurement) -> dict | None:
-        gpu = free.get()
+    def those_alone(gpu: int, told: Queue) -> None:
         try:
-            return run(each, gpu)
+            for row in rows(alone, partial(on_gpu, gpu)):
+                told.put(row)
         finally:
-            free.put(gpu)
+            told.put(None)
 
-    with ThreadPoolExecutor(gpus) as pool:  # side by side
-        yield from filter(None, (task.result() for task in as_completed([pool.submit(run_alone, each) for each in alone])))
-    yield from filter(None, (run(each, None) for each in wanted if each.gpus > 1))
+    alone, told = [each for each in wanted if each.gpus == 1], Queue()
+    threads = [Thread(target=those_alone, args=(gpu, told)) for gpu in range(gpus)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        yield from iter(told.get, None)
+    yield from rows([each for each in wanted if each.gpus > 1], lambda: Ranks(gpus))
+
+
+_one_at_a_time = Lock()
+
+
+def on_gpu(gpu: int) -> Ranks:
+    """A process that sees this GPU alone."""
+    with _one_at_a_time:
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[gpu] if before else str(gpu)
+        try:
+            return Ranks(1)
+        finally:
+            os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
+
+
+def row_of(each: Measurement, group: Ranks) -> dict:
+    same = {"model": each.model, "context": each.context, "layout": each.layout, "gpus": each.gpus, "failed": None}
+    try:
+        return group.run(each.gpus, measure_afresh, Cell(MODELS[each.model], each.context, overrides=each.words))[0] | same
+    except AssertionError as error:
+        return same | {"failed": str(error).strip().splitlines()[-1]}
+
+
+def measure_afresh(cell: Cell) -> dict:
+    """In a process that may have measured others: with its memory given back, and without what was compiled for other shapes."""
+    import torch
+
+    from hybrid_megatron import platform
+    from hybrid_megatron.benchmarking.measure import measure
+
+    platform.select_device()
+    torch._dynamo.reset()  # it keeps a few shapes of a function, and runs any more of them uncompiled
+    if platform.is_cuda():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return measure(cell, time.time())
 
 
 def table(rows: list[dict]) -> str:

@@ -17,15 +17,15 @@ _MINUTES = 30
 _MODULE = "hybrid_megatron.benchmarking.cell_process"
 
 
-def run_cell(cell: Cell, gpus: int, logs: Path, on: int | None = None) -> dict:
+def run_cell(cell: Cell, gpus: int, logs: Path) -> dict:
     """The cell's row (measure.py) with `name`, `recipe`, `peer`, `peers_like`, `context`, `round`, and `failed`: None, or in one line why
-    there are no figures. What the process prints goes to a file in `logs`. Through torchrun on several GPUs, on GPU `on` if it is one."""
+    there are no figures. What the process prints goes to a file in `logs`. Through torchrun on several GPUs."""
     title = " ".join([cell.name, str(cell.context), str(cell.round), *cell.overrides, f"on {gpus}"])
     log = logs / (re.sub(r"[^\w+.-]+", "_", title) + ".log")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
         with log.open("w") as output:
-            ending = _run(_command(cell, gpus, result), output, os.environ | ({} if on is None else {"CUDA_VISIBLE_DEVICES": str(on)}))
+            ending = _run(_command(cell, gpus, result), output)
         row = json.loads(result.read_text()) if result.exists() else {"failed": f"its process {ending}; {log} has what it printed"}
     same = {"name": cell.name, "recipe": cell.recipe, "peer": cell.peer, "peers_like": cell.peers_like}
     return same | {"context": cell.context, "round": cell.round, "failed": None} | row
@@ -36,9 +36,9 @@ def _command(cell: Cell, gpus: int, result: Path) -> list[str]:
     return [sys.executable, *torchrun, "-m", _MODULE, json.dumps(asdict(cell) | {"process_began": time.time()}), str(result)]
 
 
-def _run(command: list[str], output, environment: dict[str, str]) -> str:
+def _run(command: list[str], output) -> str:
     """How the process ended, in words."""
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         code = process.wait(60 * _MINUTES)
     except subprocess.TimeoutExpired:

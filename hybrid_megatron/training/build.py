@@ -55,6 +55,11 @@ def reduced(chunks: list[HybridModel], ddp: DistributedDataParallelConfig) -> li
     config = chunks[0].config  # one for all chunks; the schedule asks it for the functions below
     model = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
     add_weight_gradients_by_matmul(model)
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = sum_gradients
     config.no_sync_func = model[0].no_sync if len(model) == 1 else [chunk.no_sync for chunk in model]
     return model
+
+
+def sum_gradients(model: list[DistributedDataParallel], _tokens, **more) -> None:
+    """megatron-core's, over ranks. It would then divide by the number of tokens, a pass over all gradients: the loss is divided already."""
+    finalize_model_grads(model, None, **more)

@@ -176,6 +176,7 @@ def _run_schedule(
 ) -> LossSums:
     """One pass over micro-batches, each with its tokens' weights, or with their short losses for LongCE to make weights of."""
     weigh = partial(longce_weights, gamma=config.longce.gamma) if longce else None
+    tokens = count * config.train.micro_batch * config.train.context * state.data
 
     def forward(batches: Iterator[tuple[Batch, torch.Tensor]], model):
         batch, given = next(batches)
@@ -183,7 +184,7 @@ def _run_schedule(
         if not isinstance(output, TokenLoss):
             return output, None  # a stage that is not the last
         more = () if weigh is None else _longce_sums(given, weigh(given, output.per_token), config.longce.gamma)
-        return output.weighted_sum, lambda total: _reported(total, output, batch, more)
+        return output.weighted_sum / tokens, lambda mean: _reported(mean, output, batch, more)
 
     reports = get_forward_backward_func()(
         forward_step_func=forward,
@@ -205,9 +206,9 @@ def _longce_sums(short: torch.Tensor, weights: torch.Tensor, gamma: float) -> tu
     return weights.double().sum(), ((weights >= gamma) & short.isfinite()).sum()
 
 
-def _reported(total: torch.Tensor, output: TokenLoss, batch: Batch, more: tuple[torch.Tensor, ...]):
-    """What the schedule asks of a loss function: (sum to differentiate, tokens to divide by, what to report)."""
+def _reported(mean: torch.Tensor, output: TokenLoss, batch: Batch, more: tuple[torch.Tensor, ...]):
+    """What the schedule asks of a loss function: (what to differentiate, tokens, what to report)."""
     counted = batch.weights > 0
     tokens = counted.sum()
     plain = (output.per_token.double() * counted).sum()
-    return total, tokens.int(), {"sums": torch.stack([x.double() for x in (total.detach(), plain, tokens, *more)])}
+    return mean, tokens.int(), {"sums": torch.stack([x.double() for x in (output.weighted_sum.detach(), plain, tokens, *more)])}

@@ -26,7 +26,6 @@ LAYOUTS = ZOO_LAYOUTS | {
     ),
     "tensor 2 + sequence, context 2, data 2": (8, ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=2"]),
 }  # fmt: skip
-MODELS = ["all mixers, HH", "all mixers, LH"]
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -73,7 +72,7 @@ def untuned_cell(words: list[str]):
     return cells.loss_and_gradients(words)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MIXED)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
