@@ -28,8 +28,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     """For TransformerBlock, the parallel linear layers and the pipeline schedules.
 
     Gradients are summed over micro-batches and ranks (`calculate_per_token_loss`) of losses that training/step.py divides by the number
-    of predicted tokens of the whole batch, so a loss does not depend on how the batch is cut. Fusions that need Apex or TE are off. `use_te_activation_func` is megatron-core's
-    name for an activation that is a module: ours (model/swiglu.py), with TE or without.
+    of predicted tokens of the whole batch, so a loss does not depend on how the batch is cut. Fusions that need Apex or TE are off.
+    `use_te_activation_func` is megatron-core's name for an activation that is a module: ours (model/swiglu.py), with TE or without.
     """
     model, parallel = config.model, config.parallel
     interleaved = parallel.virtual_pipeline > 1

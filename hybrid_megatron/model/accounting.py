@@ -30,6 +30,8 @@ class Accounts:
     the backward pass between the inputs of the projections of all its layers, nothing recomputed and on one rank."""
     context_bytes: dict[str, int]
     """By mixer: what the busiest context rank receives in the forward pass of a sample, over all layers; 0 without context parallelism."""
+    context_backward_bytes: dict[str, int]
+    """The same of the backward pass, at most."""
 
     @property
     def total_params(self) -> int:
@@ -66,6 +68,7 @@ def account(config: RunConfig, plan: LayerPlan) -> Accounts:
         state_bytes=by_mixer(lambda mixer, group: mixer.state_bytes(model, group, context)),
         activation_bytes=by_mixer(lambda mixer, group: mixer.activation_bytes(model, group, context, element)),
         context_bytes=by_mixer(lambda mixer, group: mixer.context_bytes(model, group, context, parallel, element)),
+        context_backward_bytes=by_mixer(lambda mixer, group: mixer.context_backward_bytes(model, group, context, parallel, element)),
     )
 
 

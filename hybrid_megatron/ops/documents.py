@@ -1,10 +1,33 @@
 """Documents within rows, as FLA's kernels take them: variable-length sequences, those of all rows one after the other."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Sequences(NamedTuple):
+    """Of rows [b, s] laid one after the other."""
+
+    borders: Tensor
+    """FLA's cu_seqlens: where each begins, and the end of the last."""
+    first: Tensor
+    """[b] each row's first one, which may go on from before the row."""
+    last: Tensor
+    """[b] each row's last one."""
+
+
+def sequences_of(document_starts: Tensor) -> Sequences:
+    """document_starts [b, s] bool. A row's first token begins a sequence whether a document starts there or not."""
+    batch, length = document_starts.shape
+    begins = document_starts.clone()
+    begins[:, 0] = True
+    flat = begins.flatten().nonzero()[:, 0]
+    rows = torch.arange(batch + 1, device=flat.device) * length
+    first = torch.searchsorted(flat, rows)
+    return Sequences(F.pad(flat, (0, 1), value=batch * length), first[:-1], first[1:] - 1)
 
 
 def over_documents(
@@ -19,17 +42,9 @@ def over_documents(
     if document_starts is None:
         return kernel(*inputs, initial_state=initial_state)
 
-    batch, length = document_starts.shape
-    begins = document_starts.clone()
-    begins[:, 0] = True
-    flat = begins.flatten().nonzero()[:, 0]
-    states = None
+    sequences, states = sequences_of(document_starts), None
     if initial_state is not None:
-        first = torch.searchsorted(flat, torch.arange(batch, device=flat.device) * length)
-        states = initial_state.new_zeros(len(flat), *initial_state.shape[1:])
-        states = states.index_copy(0, first, initial_state.masked_fill(document_starts[:, :1, None, None], 0.0))
-    o, final = kernel(
-        *(x.flatten(0, 1)[None] for x in inputs), initial_state=states, cu_seqlens=F.pad(flat, (0, 1), value=batch * length)
-    )  # fmt: skip
-    last = torch.searchsorted(flat, torch.arange(1, batch + 1, device=flat.device) * length) - 1
-    return o.unflatten(1, (batch, length))[0], final[last]
+        states = initial_state.new_zeros(len(sequences.borders) - 1, *initial_state.shape[1:])
+        states = states.index_copy(0, sequences.first, initial_state.masked_fill(document_starts[:, :1, None, None], 0.0))
+    o, final = kernel(*(x.flatten(0, 1)[None] for x in inputs), initial_state=states, cu_seqlens=sequences.borders)
+    return o.unflatten(1, document_starts.shape)[0], final[sequences.last]

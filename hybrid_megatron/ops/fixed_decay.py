@@ -70,11 +70,22 @@ class FixedDecay(Recurrence):
         o, final = decay.through_chunks(q, k, v, scores, decays[..., None], initial_state)
         return join(o, length).to(out_dtype), final
 
+    @torch.no_grad()
     def summary(self, inputs, document_starts=None):
         _, k, v = inputs
         batch, length = k.shape[:2]
         log_decay = self.log_decay.to(torch.promote_types(k.dtype, torch.float32))
+        transition = decay.cut_by_documents((length * log_decay).exp()[:, None, None].expand(batch, -1, 1, 1), document_starts)
+        if k.is_cuda:
+            from hybrid_megatron.ops import state_kernels
+
+            return transition, state_kernels.decayed_sum(k, v, document_starts, g_gamma=log_decay)
         after = torch.arange(length - 1, -1, -1, device=k.device)[:, None] * log_decay
-        transition = (length * log_decay).exp()[:, None, None].expand(batch, -1, 1, 1)
-        added = decay.decayed_sum(k, v, after[None, ..., None], document_starts)
-        return decay.cut_by_documents(transition, document_starts), added
+        return transition, decay.decayed_sum(k, v, after[None, ..., None], document_starts)
+
+    def initial_state_gradient(self, inputs, grad, *, scale, document_starts=None):
+        if not grad.is_cuda:
+            return super().initial_state_gradient(inputs, grad, scale=scale, document_starts=document_starts)
+        from hybrid_megatron.ops import state_kernels
+
+        return state_kernels.gradient_under_decay(inputs[0], grad, scale, document_starts, g_gamma=self.log_decay.float())

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hybrid_megatron.ops.chunks import cut, join, visible
+from hybrid_megatron.ops.decay import cut_by_documents
 from hybrid_megatron.ops.documents import over_documents
-from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.recurrence import MatrixTransition
 from hybrid_megatron.ops.triangular import inverse_unit_lower
 
 CHUNK = 64
@@ -84,7 +85,7 @@ def chunked(q, k, v, g, beta, *, scale: float, initial_state=None, document_star
     return join(torch.stack(outputs, dim=2), length).to(out_dtype), state
 
 
-class GatedDeltaRule(Recurrence):
+class GatedDeltaRule(MatrixTransition):
     """Inputs q, k [b, s, n, K], v [b, s, n, V], g, beta [b, s, n] float32; transitions [b, n, K, K]."""
 
     input_names = ("q", "k", "v", "g", "beta")
@@ -95,17 +96,18 @@ class GatedDeltaRule(Recurrence):
     def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):
         return recurrent(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
 
+    @torch.no_grad()
     def summary(self, inputs, document_starts=None):
-        """Both by the recurrence itself: with values [v | 0] and initial state [0 | I], the final state is [added | transition]."""
-        q, k, v, *gates = inputs
-        wide = torch.promote_types(k.dtype, torch.float32)
-        width_k, width_v = k.shape[-1], v.shape[-1]
-        identity = torch.eye(width_k, dtype=wide, device=k.device).expand(k.shape[0], k.shape[2], width_k, width_k)
-        start = torch.cat((identity.new_zeros(*identity.shape[:3], width_v), identity), dim=-1)
-        padded = torch.cat((v, v.new_zeros(*v.shape[:-1], width_k)), dim=-1)
-        _, final = self.run((q, k, padded, *gates), scale=1.0, initial_state=start, document_starts=document_starts)
-        added, transition = final.split((width_v, width_k), dim=-1)
-        return transition, added
+        if not inputs[0].is_cuda:
+            return super().summary(inputs, document_starts)
+        from hybrid_megatron.ops import state_kernels
 
-    def apply(self, transition: Tensor, state: Tensor) -> Tensor:
-        return transition @ state
+        transition, added = state_kernels.gated_delta_summary(*inputs[1:], document_starts)
+        return cut_by_documents(transition, document_starts), added
+
+    def initial_state_gradient(self, inputs, grad, *, scale, document_starts=None):
+        if not grad.is_cuda:
+            return super().initial_state_gradient(inputs, grad, scale=scale, document_starts=document_starts)
+        from hybrid_megatron.ops import state_kernels
+
+        return state_kernels.gradient_under_gated_delta(*inputs, grad, scale, document_starts)

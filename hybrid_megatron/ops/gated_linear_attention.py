@@ -34,13 +34,26 @@ class GatedLinearAttention(Recurrence):
     def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):
         return decay.recurrent(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
 
+    @torch.no_grad()
     def summary(self, inputs, document_starts=None):
         _, k, v, g = inputs
+        if g.is_cuda:
+            from hybrid_megatron.ops import state_kernels
+
+            transition = decay.cut_by_documents(g.sum(1).exp()[..., None], document_starts)
+            return transition, state_kernels.decayed_sum(k, v, document_starts, gk=g)
         g = g.to(torch.promote_types(g.dtype, torch.float32))
         # Summed from the end: the tokens that matter most, the last ones, get the sums of the fewest gates.
         after = F.pad(g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
         transition = (after[:, 0] + g[:, 0]).exp()[..., None]
         return decay.cut_by_documents(transition, document_starts), decay.decayed_sum(k, v, after, document_starts)
+
+    def initial_state_gradient(self, inputs, grad, *, scale, document_starts=None):
+        if not grad.is_cuda:
+            return super().initial_state_gradient(inputs, grad, scale=scale, document_starts=document_starts)
+        from hybrid_megatron.ops import state_kernels
+
+        return state_kernels.gradient_under_decay(inputs[0], grad, scale, document_starts, gk=inputs[3])
 
 
 def chunked(q, k, v, g, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:

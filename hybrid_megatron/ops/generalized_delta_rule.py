@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid_megatron.ops import decay
 from hybrid_megatron.ops.chunks import cut, join, visible
 from hybrid_megatron.ops.documents import over_documents
-from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
+from hybrid_megatron.ops.recurrence import MatrixTransition
 from hybrid_megatron.ops.triangular import inverse_unit_lower
 
 CHUNK = 16
@@ -22,7 +22,7 @@ STRONGEST_GATE = -math.exp(-0.5)
 """RWKV-7's log gates lie between it and zero."""
 
 
-class GeneralizedDeltaRule(GatedDeltaRule):
+class GeneralizedDeltaRule(MatrixTransition):
     """Inputs q, k [b, s, n, K], v [b, s, n, V], g [b, s, n, K] float32, a, b [b, s, n, K]; transitions [b, n, K, K].
 
     On CUDA no gate may be below STRONGEST_GATE: the kernels divide by the decay of half a chunk of 64 tokens, at most e^20 then, and so run

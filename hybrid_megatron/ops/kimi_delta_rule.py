@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_megatron.ops import decay
 from hybrid_megatron.ops.chunks import cut, join, visible
 from hybrid_megatron.ops.documents import over_documents
-from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
+from hybrid_megatron.ops.recurrence import MatrixTransition
 from hybrid_megatron.ops.triangular import inverse_unit_lower
 
 CHUNK = 16
@@ -24,8 +24,10 @@ KERNEL_CHUNK = 64
 """Tokens of a chunk in FLA's kernels, which keep two matrices of that width for the backward pass."""
 
 
-class KimiDeltaRule(GatedDeltaRule):
+class KimiDeltaRule(MatrixTransition):
     """Inputs q, k [b, s, n, K], v [b, s, n, V], g [b, s, n, K], beta [b, s, n] float32; transitions [b, n, K, K]."""
+
+    input_names = ("q", "k", "v", "g", "beta")
 
     def run(self, inputs, *, scale, initial_state=None, document_starts=None):
         if not inputs[0].is_cuda:
@@ -36,6 +38,22 @@ class KimiDeltaRule(GatedDeltaRule):
 
     def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):
         return recurrent(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
+
+    @torch.no_grad()
+    def summary(self, inputs, document_starts=None):
+        if not inputs[0].is_cuda:
+            return super().summary(inputs, document_starts)
+        from hybrid_megatron.ops import state_kernels
+
+        transition, added = state_kernels.kimi_delta_summary(*inputs, document_starts)
+        return decay.cut_by_documents(transition, document_starts), added
+
+    def initial_state_gradient(self, inputs, grad, *, scale, document_starts=None):
+        if not grad.is_cuda:
+            return super().initial_state_gradient(inputs, grad, scale=scale, document_starts=document_starts)
+        from hybrid_megatron.ops import state_kernels
+
+        return state_kernels.gradient_under_kimi_delta(*inputs, grad, scale, document_starts)
 
 
 def recurrent(q, k, v, g, beta, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ S [K, V]. A document start resets the state to zero before its first token.
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 
@@ -36,14 +37,52 @@ class Recurrence(ABC):
     def summary(self, inputs: tuple[Tensor, ...], document_starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(transition, added) of these tokens: they turn a state S into apply(transition, S) + added.
 
-        added [b, n, K, V]; transition [b, n, ...] as `apply` takes it, zero where a document starts inside. float32 or wider,
-        differentiable.
+        added [b, n, K, V]; transition [b, n, ...] as `apply` takes it, zero where a document starts inside. float32 or wider, without
+        gradients.
         """
+
+    def initial_state_gradient(
+        self, inputs: tuple[Tensor, ...], grad: Tensor, *, scale: float, document_starts: Tensor | None = None
+    ) -> Tensor:
+        """[b, n, K, V] of the state that `run` starts from, given the gradient of its output, grad [b, s, n, V]. It does not depend on
+        that state."""
+        inputs = tuple(x.detach() for x in inputs)
+        state = torch.zeros_like(self.summary(tuple(x[:, :1] for x in inputs))[1]).requires_grad_()
+        with torch.enable_grad():
+            o, _ = self.run(inputs, scale=scale, initial_state=state, document_starts=document_starts)
+        return torch.autograd.grad(o, state, grad)[0]
 
     def apply(self, transition: Tensor, state: Tensor) -> Tensor:
         """The state [..., n, K, V] after the tokens whose transition is given, without what they add."""
         return transition * state
 
+    def apply_back(self, transition: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the state before the tokens, from that of the state after them, both [..., n, K, V]."""
+        return transition * grad
+
     def for_heads(self, heads: slice) -> "Recurrence":
         """The same recurrence for some of its heads."""
         return self
+
+
+class MatrixTransition(Recurrence):
+    """One whose transitions are matrices [b, n, K, K] that multiply the state from the left."""
+
+    @torch.no_grad()
+    def summary(self, inputs, document_starts=None):
+        """By the recurrence itself: with values [v | 0] and the initial state [0 | I], its final state is [added | transition]."""
+        q, k, v, *more = inputs
+        wide = torch.promote_types(k.dtype, torch.float32)
+        width_k, width_v = k.shape[-1], v.shape[-1]
+        identity = torch.eye(width_k, dtype=wide, device=k.device).expand(k.shape[0], k.shape[2], width_k, width_k)
+        start = torch.cat((identity.new_zeros(*identity.shape[:3], width_v), identity), dim=-1)
+        padded = torch.cat((v, v.new_zeros(*v.shape[:-1], width_k)), dim=-1)
+        _, final = self.run((q, k, padded, *more), scale=1.0, initial_state=start, document_starts=document_starts)
+        added, transition = final.split((width_v, width_k), dim=-1)
+        return transition, added
+
+    def apply(self, transition: Tensor, state: Tensor) -> Tensor:
+        return transition @ state
+
+    def apply_back(self, transition: Tensor, grad: Tensor) -> Tensor:
+        return transition.mT @ grad

@@ -19,6 +19,7 @@ from hybrid_megatron.ops import decay
 from hybrid_megatron.ops.chunks import cut, join, visible
 from hybrid_megatron.ops.documents import over_documents
 from hybrid_megatron.ops.gated_linear_attention import GatedLinearAttention
+from hybrid_megatron.ops.recurrence import Recurrence
 
 CHUNK = 16
 
@@ -37,10 +38,24 @@ class ScalarDecay(GatedLinearAttention):
         q, k, v, g = inputs
         return decay.recurrent(q, k, v, g[..., None], scale=scale, initial_state=initial_state, document_starts=document_starts)
 
+    @torch.no_grad()
     def summary(self, inputs, document_starts=None):
         q, k, v, g = inputs
-        transition, added = super().summary((q, k, v, g[..., None]), document_starts)
+        if g.is_cuda:
+            from hybrid_megatron.ops import state_kernels
+
+            transition = decay.cut_by_documents(g.sum(1).exp()[..., None, None], document_starts)
+            added = state_kernels.decayed_sum(k, v, document_starts, g=g)
+        else:
+            transition, added = super().summary((q, k, v, g[..., None]), document_starts)
         return transition.expand(-1, -1, k.shape[-1], -1), added
+
+    def initial_state_gradient(self, inputs, grad, *, scale, document_starts=None):
+        if not grad.is_cuda:
+            return Recurrence.initial_state_gradient(self, inputs, grad, scale=scale, document_starts=document_starts)
+        from hybrid_megatron.ops import state_kernels
+
+        return state_kernels.gradient_under_decay(inputs[0], grad, scale, document_starts, g=inputs[3])
 
 
 def chunked(q, k, v, g, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:

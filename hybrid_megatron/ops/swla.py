@@ -22,6 +22,9 @@ class SlidingWindow(Recurrence):
 
     def run(self, inputs, *, scale, initial_state=None, document_starts=None):
         assert initial_state is None, "a window begins from nothing"
+        assert not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)), (
+            "windows are for inference: summaries have no gradients"
+        )
         window, stride = self.window, self.stride
         return sliding_window(self.recurrence, inputs, scale=scale, window=window, stride=stride, document_starts=document_starts), None
 

@@ -61,14 +61,16 @@ def _collectives(layout: Layout, layer: Layer) -> int:
 
 
 def _context(layout: Layout, stage: int) -> float:
-    """The mixers' `context_bytes`, of the busiest rank: forward, as much backward, and once more where layers are recomputed."""
+    """The mixers' `context_bytes`, of the busiest rank, twice where layers are recomputed, and their `context_backward_bytes`."""
     config = layout.config
     if config.parallel.context == 1:
         return 0.0
     arguments = (config.train.context, config.parallel, layout.element)
     groups = [group for chunk in layout.chunks(stage) for layer in chunk for group in layer.groups]
-    sample = sum(MIXERS[group.mixer].context_bytes(config.model, group, *arguments) for group in groups)
-    return sample * config.train.micro_batch * layout.micro_batches * (3 if config.train.recompute == "full" else 2)
+    forward = sum(MIXERS[group.mixer].context_bytes(config.model, group, *arguments) for group in groups)
+    backward = sum(MIXERS[group.mixer].context_backward_bytes(config.model, group, *arguments) for group in groups)
+    sample = (2 if config.train.recompute == "full" else 1) * forward + backward
+    return sample * config.train.micro_batch * layout.micro_batches
 
 
 def _pipeline(layout: Layout, stage: int) -> float:

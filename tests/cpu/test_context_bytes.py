@@ -20,9 +20,12 @@ def test_accounts_of_context_parallelism(ranks, tiny_data, model, size, way):
     if size == 4 and way == "all-to-all" and model != "all mixers, LH":
         return  # two heads of a mixer do not divide by four ranks, and validation says so
     config = tiny_config(tiny_data, *overrides)
-    expected = config.train.micro_batch * sum(account(config, plan_layers(config)).context_bytes.values())
-    received = ranks.run(size, traffic.received_in_forward, tiny_words(tiny_data, *overrides))
-    assert max(received) == expected
+    accounts, samples = account(config, plan_layers(config)), config.train.micro_batch
+    forward, backward = zip(*ranks.run(size, traffic.received, tiny_words(tiny_data, *overrides)))
+    assert max(forward) == samples * sum(accounts.context_bytes.values())
+    most = samples * sum(accounts.context_backward_bytes.values())
+    # Gradients of halos go to the ranks whose tokens they are; on four the busiest of those has fewer than the busiest that received.
+    assert 0.95 * most <= max(backward) <= most and (size == 4 or max(backward) == most)
 
 
 @pytest.mark.parametrize("mixer", ["gla", "gdn", "kda", "lightning", "mamba2", "rwkv7"])

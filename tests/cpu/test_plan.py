@@ -334,8 +334,9 @@ def test_what_else_is_sent(tiny_data):
     assert sent["pipeline"] == 4 * 64 * 32 * 4, "four micro-batches of 64 tokens, each across one border"
     assert (sent["tensor"], sent["context"]) == (0, 0)
     split = replace(config, parallel=replace(config.parallel, context=2, pipeline=1))
-    forward = sum(account(split, of.plan).context_bytes.values())  # of a sample; tests/cpu/test_context_bytes.py has it counted
-    assert communication(Layout(split, of.plan, 4))["context"] == 2 * 4 * forward
+    accounts = account(split, of.plan)  # of a sample; tests/cpu/test_context_bytes.py has it counted
+    sample = sum((*accounts.context_bytes.values(), *accounts.context_backward_bytes.values()))
+    assert communication(Layout(split, of.plan, 4))["context"] == 4 * sample
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------------------------

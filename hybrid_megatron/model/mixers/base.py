@@ -116,7 +116,12 @@ class Mixer(MegatronModule):
     @abstractmethod
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
         """What one context rank receives from others in the forward pass, for one sample of `context` tokens; `element` bytes an
-        activation. The busiest rank's figure; the backward pass sends as much again."""
+        activation. The busiest rank's figure."""
+
+    @classmethod
+    def context_backward_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """What it receives in the backward pass at most: as much, unless the mixer says less."""
+        return cls.context_bytes(model, group, context, parallel, element)
 
     @classmethod
     def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:

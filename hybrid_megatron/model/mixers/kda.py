@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_megatron.config.schema import KDAConfig, ModelConfig, ParallelConfig
+from hybrid_megatron.config.schema import KDAConfig, ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
 from hybrid_megatron.model.mixers.linear import LinearMixer
@@ -72,15 +72,6 @@ class KDA(LinearMixer):
     def inner_flops(cls, model: ModelConfig, group: HeadGroup, tokens: int, context: int) -> int:
         ups = 2 if _has_gate(model) else 1
         return super().inner_flops(model, group, tokens, context) + 2 * tokens * ups * group.heads * model.head_dim**2
-
-    @classmethod
-    def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """With states: the pass that makes summaries keeps matrices of chunks and sums of gates of its own."""
-        kept = super().context_kept_bytes(model, group, context, parallel, element)
-        if parallel.context == 1 or parallel.context_linear != "states":
-            return kept
-        tokens, heads = context // parallel.context, group.heads // parallel.tensor
-        return kept + tokens * heads * (element * 2 * KERNEL_CHUNK + 4 * model.head_dim)
 
     def __init__(self, config, model, group, parallel, ranks, layer_number):
         super().__init__(config, model, group, parallel, ranks, layer_number)

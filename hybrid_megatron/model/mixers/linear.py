@@ -135,24 +135,35 @@ class LinearMixer(RecurrentMixer):
         size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
         if size == 1:
             return 0
-        conv = max(cls.settings(model).short_conv - 1, 0)
-        channels = (heads + 2 * cls.units(model, group) // parallel.tensor) * width
-        halo = busiest_halo(conv, context, size) * channels * element
+        halo = cls._halo_bytes(model, group, context, parallel, element)
         if parallel.context_linear == "states":
             return halo + 2 * (size - 1) * heads * width * (width + cls.transition_columns(model)) * STATE_BYTES
         moved = 4 * width * element + cls.gate_elements(model) * 4
         return halo + context // size * heads * moved * (size - 1) // size
 
     @classmethod
+    def context_backward_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """With states: no transitions."""
+        size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
+        if size == 1 or parallel.context_linear != "states":
+            return cls.context_bytes(model, group, context, parallel, element)
+        return cls._halo_bytes(model, group, context, parallel, element) + 2 * (size - 1) * heads * width**2 * STATE_BYTES
+
+    @classmethod
+    def _halo_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        channels = (group.heads + 2 * cls.units(model, group)) // parallel.tensor * model.head_dim
+        return busiest_halo(max(cls.settings(model).short_conv - 1, 0), context, parallel.context) * channels * element
+
+    @classmethod
     def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """With states: also q, k and v by chunk, the states between chunks and, where the transition is a matrix, the values of the pass
-        that makes summaries, twice as wide."""
+        """With states: also, of the two chunks at hand, their summaries and the states they start from, and gates of which otherwise only
+        sums are kept: one number a head and token at most."""
         received = cls.context_bytes(model, group, context, parallel, element)
         if parallel.context == 1 or parallel.context_linear != "states":
             return received
-        size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
-        copies = 3 + (2 if cls.transition_columns(model) > 1 else 0)
-        return received + heads * width * (context // size * copies * element + 2 * size * width * STATE_BYTES)
+        width, heads, tokens = model.head_dim, group.heads // parallel.tensor, context // parallel.context
+        states = 2 * width * (2 * width + cls.transition_columns(model))
+        return received + heads * (tokens * 4 * min(cls.gate_elements(model), 1) + states * STATE_BYTES)
 
     @classmethod
     def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:

@@ -132,14 +132,20 @@ class RWKV7(RecurrentMixer):
         return halo + context // size * heads * width * (6 * element + 4) * (size - 1) // size
 
     @classmethod
+    def context_backward_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """With states: no transitions."""
+        forward = cls.context_bytes(model, group, context, parallel, element)
+        if parallel.context == 1 or parallel.context_linear != "states":
+            return forward
+        return forward - 2 * (parallel.context - 1) * group.heads // parallel.tensor * model.head_dim**2 * STATE_BYTES
+
+    @classmethod
     def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """With states: also r, k, v, a, b and g by chunk, the states between chunks, and the values of the pass that makes summaries, twice
-        as wide."""
+        """With states: also, of the two chunks at hand, their summaries and the states they start from."""
         received = cls.context_bytes(model, group, context, parallel, element)
         if parallel.context == 1 or parallel.context_linear != "states":
             return received
-        size, width, heads = parallel.context, model.head_dim, group.heads // parallel.tensor
-        return received + heads * width * (context // size * (7 * element + 4) + 2 * size * width * STATE_BYTES)
+        return received + 2 * group.heads // parallel.tensor * 3 * model.head_dim**2 * STATE_BYTES
 
     # --- the computation ---------------------------------------------------------------------------------------------------------
 
