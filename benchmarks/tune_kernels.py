@@ -1,7 +1,7 @@
 """python benchmarks/tune_kernels.py [--mixers gdn,gla,...] [--widths 128,64] [--processes 8] [--out FILE]
 
 Finds the fastest configurations of flash-linear-attention's kernels on this machine's GPUs, for the shapes that recipes use: whole samples
-and masked documents, from their beginning or, under context parallelism, from a state, and the run that makes a transition matrix. Writes
+and masked documents, from their beginning or, under context parallelism, from a state, and passes over states alone. Writes
 what hybrid_megatron/ops/tuned_kernels.py reads, into its folder unless --out says otherwise: minutes on one GPU, and then no run on such a
 GPU has to look for them. What the file has of other mixers and widths stays.
 
@@ -27,9 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 BATCH, TOKENS, HEADS = 8, 4096, 12
 MIXERS = ("gdn", "gla", "kda", "lightning", "mamba2", "rwkv7")
-KINDS = {kind: MIXERS for kind in ("whole", "documents", "continued", "continued documents")} | {"summary": ("gdn", "kda", "rwkv7")}
-"""Samples from their beginning, or from a state that has a gradient, as under context parallelism; and what makes transition matrices, with
-the mixers for which FLA's kernels do that (the others' summaries are sums in torch)."""
+KINDS = {kind: MIXERS for kind in ("whole", "documents", "continued", "continued documents")} | {"states": MIXERS}
+"""Samples from their beginning, or from a state that has a gradient, as under context parallelism; and the passes over states alone."""
 COMPILERS = 4
 """Of a process, side by side."""
 
@@ -113,13 +112,14 @@ def tuned(mixer: str, width: int, kind: str, known: list[dict]) -> list[dict]:
     Autotuner.prune_configs = compiling_side_by_side(Autotuner.prune_configs)
     recurrence, inputs = example(mixer, HEADS, width, torch.bfloat16, platform.device(), BATCH, TOKENS)
     inputs = tuple(x.requires_grad_() for x in inputs)
-    if kind == "summary":
-        outputs = recurrence.summary(inputs)
+    if kind == "states":
+        recurrence.summary(inputs)
+        recurrence.initial_state_gradient(inputs, torch.randn_like(inputs[2]), scale=width**-0.5)
     else:
         starts = torch.rand(BATCH, TOKENS, device=platform.device()) < 1 / 700 if "documents" in kind else None
         state = torch.randn(BATCH, HEADS, width, width, device=platform.device(), requires_grad=True) if "continued" in kind else None
         outputs = recurrence.run(inputs, scale=width**-0.5, initial_state=state, document_starts=starts)
-    sum(x.float().square().sum() for x in outputs if x.requires_grad).backward()
+        sum(x.float().square().sum() for x in outputs).backward()
     chosen = [entry_of(tuner, key, config) for tuner in tuners_of_fla() for key, config in tuner.cache.items()]
     return [entry for entry in chosen if _identity(entry) not in map(_identity, known)]  # looked up is in the cache too
 

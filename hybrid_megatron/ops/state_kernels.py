@@ -1,8 +1,9 @@
 """States alone, by the parts of flash-linear-attention's kernels that pass them on: no output, and no gradient of a token's, is computed.
 
-What is here takes inputs as the recurrences do, [b, s, n, ...] on CUDA, in chunks of 64 tokens, and gates in float32; `starts` are document
-starts [b, s] bool or None. `added` and `transition` are those of Recurrence.summary, gradients those of
-Recurrence.initial_state_gradient; each function names the part of FLA 0.6.0 that it follows.
+What is here takes inputs as the recurrences do, [b, s, n, ...] on CUDA, and gates in float32; `starts` are document starts [b, s] bool or
+None. `added` and `transition` are those of Recurrence.summary, gradients those of Recurrence.initial_state_gradient; each function names
+the part of FLA 0.6.0 that it follows. Kernels get what they get in a training step (a last state's gradient, though it is zero), since
+they are tuned for that.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,10 @@ def gradient_under_decay(q: Tensor, grad: Tensor, scale: float, starts: Tensor |
 
     def kernel(q, grad, *gates, cu_seqlens):
         sums = _decay_for_kernels(decay, gates, cu_seqlens)
-        sizes = {"chunk_size": _CHUNK, "split_size": _NONE_BETWEEN}
-        state = _place_of_states(q, grad, cu_seqlens)
-        # Of k and v it asks the shape alone.
-        return chunk_bwd_dh(q, q, grad, grad, state, None, scale, **sums, cu_seqlens=cu_seqlens, **sizes)[1]
+        sizes = {"chunk_size": _CHUNK, "split_size": _NONE_BETWEEN, "states_in_fp32": True}
+        state = _zero_states(q, grad, cu_seqlens)
+        # Of k, v and the first state it asks the shape alone.
+        return chunk_bwd_dh(q, q, grad, grad, state, state, scale, **sums, cu_seqlens=cu_seqlens, **sizes)[1]
 
     return _of_first_sequences(kernel, (q, grad, *_by_token(decay)), starts)
 
@@ -112,27 +113,27 @@ def _last_states(k: Tensor, w: Tensor, u: Tensor, cu_seqlens: Tensor | None, **s
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     width_k, width_v = k.shape[-1], u.shape[-1]
-    start = _place_of_states(k, u, cu_seqlens, width_v + width_k).zero_()
+    start = _zero_states(k, u, cu_seqlens, width_v + width_k)
     start[..., width_v:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
     updates = torch.nn.functional.pad(u, (0, width_k))
     return chunk_gated_delta_rule_fwd_h(
-        k, w, updates, **sums, initial_state=start, output_final_state=True, save_new_value=False, chunk_size=_CHUNK, cu_seqlens=cu_seqlens
+        k, w, updates, **sums, initial_state=start, output_final_state=True, chunk_size=_CHUNK, cu_seqlens=cu_seqlens
     )[2]
 
 
 def _first_gradients(q, k, w, grad, dv, scale: float, cu_seqlens: Tensor | None, **sums: Tensor) -> Tensor:
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
-    state = _place_of_states(k, grad, cu_seqlens)
+    state = _zero_states(k, grad, cu_seqlens)
     return chunk_gated_delta_rule_bwd_dhu(
-        q, k, w, grad, dv, **sums, h0=state, dht=None, scale=scale, cu_seqlens=cu_seqlens, chunk_size=_CHUNK
+        q, k, w, grad, dv, **sums, h0=state, dht=state, scale=scale, cu_seqlens=cu_seqlens, chunk_size=_CHUNK
     )[1]
 
 
-def _place_of_states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, width: int | None = None) -> Tensor:
-    """Uninitialised [sequences, n, K, V or width] float32."""
+def _zero_states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, width: int | None = None) -> Tensor:
+    """[sequences, n, K, V or width] float32."""
     count = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return k.new_empty(count, k.shape[2], k.shape[-1], width or v.shape[-1], dtype=torch.float32)
+    return k.new_zeros(count, k.shape[2], k.shape[-1], width or v.shape[-1], dtype=torch.float32)
 
 
 def _sums_of_gates(g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
