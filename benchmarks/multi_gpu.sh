@@ -3,8 +3,8 @@
 #
 #   bash benchmarks/multi_gpu.sh [FOLDER] [PART ...]
 #
-# PARTs, all unless some are named: parity, context, speed, checkpoint, failures. Results and logs go to FOLDER (runs/multi_gpu unless said);
-# parts run later add to the same table. SECONDS_EACH bounds every part (600).
+# PARTs, all unless some are named: parity, context, speed, checkpoint, failures. Results and logs go to FOLDER (runs/multi_gpu unless
+# said); parts run later add to the same table. SECONDS_EACH bounds every part (600).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -30,7 +30,20 @@ torchrun() { echo "$python" -m torch.distributed.run --standalone --nproc-per-no
 
 for part in "${parts[@]}"; do
     case $part in
-        parity) NCCL_TABLE=$out/parity.md run parity $python -m pytest -q -rs tests/gpu/test_nccl.py ;;
+        parity) # every model compiles kernels for minutes: as many at once as there are cores for
+            export NCCL_CELLS=$out/parity.jsonl
+            rm -f "$NCCL_CELLS" "$out"/parity_*.log
+            for model in LH "HH and mixers" options; do
+                for precision in fp32 bf16; do
+                    for mask in whole documents; do
+                        while [ "$(jobs -rp | wc -l)" -ge $(($(nproc) / (gpus + 1) + 1)) ]; do wait -n; done
+                        run "parity_${model%% *}_${precision}_$mask" \
+                            $python -m pytest -q -rs tests/gpu/test_nccl.py -k "$model and $precision and $mask" &
+                    done
+                done
+            done
+            wait
+            ;;
         context) run context $(torchrun) benchmarks/context_parallel.py --out "$out" ;;
         speed) run speed $python benchmarks/layout_speed.py --add "$out/layout_speed.json" --out "$out" --seconds $((SECONDS_EACH - 60)) ;;
         checkpoint)

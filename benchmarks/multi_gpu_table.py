@@ -3,7 +3,14 @@
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.cpu.parity_table import ParityTable  # noqa: E402
+from tests.gpu.test_zoo import BOUNDS  # noqa: E402
 
 AIMS = {2: 0.95, 4: 0.94, 8: 0.93}
 """Tokens per second and GPU of 776m at 4,096 on so many GPUs, over one GPU's."""
@@ -19,18 +26,42 @@ def main(folder: Path) -> None:
 
 
 def tests(folder: Path) -> list[tuple[str, str, str]]:
-    """The last line of pytest, and the worst cells of the parity tables."""
+    """How many passed, and the worst cells of parity, whose tables become parity.md."""
     rows = []
     for name, what in (
         ("parity", "every layout computes what one GPU computes"), ("reshard", "checkpoints go on under other layouts"),
         ("failures", "a rank killed, failed, hanging: the run has all its steps"),
     ):  # fmt: skip
-        if (log := folder / f"{name}.log").exists():
-            ended = [line.strip(" =") for line in log.read_text().splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
-            rows.append((what, "all pass", ended[-1] if ended else "did not end"))
-    if (table := folder / "parity.md").exists():
-        rows += [("parity", "", line.split(". Bounds")[0]) for line in table.read_text().splitlines() if line.startswith("Worst of")]
+        if logs := sorted(folder.glob(f"{name}*.log")):
+            rows.append((what, "all pass", endings([log.read_text() for log in logs])))
+    for precision, table in parity_tables(folder / "parity.jsonl").items():
+        rows.append((f"parity, {precision}", "", table[table.index("Worst of") :].split(". Bounds")[0]))
     return rows
+
+
+def endings(logs: list[str]) -> str:
+    """pytest's counts, of all logs together."""
+    counts: Counter[str] = Counter()
+    for log in logs:
+        ended = [line for line in log.splitlines() if re.search(r"\d+ (passed|failed|errors?|skipped).* in [\d.]+s", line)]
+        found = re.findall(r"(\d+) (passed|failed|error|skipped)", ended[-1]) if ended else [(1, "did not end")]
+        counts.update({what: int(number) for number, what in found})
+    return ", ".join(f"{number} {what}" for what, number in counts.items())
+
+
+def parity_tables(cells: Path) -> dict[str, str]:
+    """A table a precision, in parity.md beside the cells too."""
+    tables = {precision: ParityTable() for precision in BOUNDS}
+    for line in cells.read_text().splitlines() if cells.exists() else []:
+        precision, *cell = json.loads(line)
+        tables[precision].note(*cell)
+    told = {
+        precision: table.markdown("over NCCL", " and ".join(f"{bound:.0e}" for bound in BOUNDS[precision]), precision)
+        for precision, table in tables.items() if table.cells
+    }  # fmt: skip
+    if told:
+        cells.with_suffix(".md").write_text("\n".join(told.values()))
+    return told
 
 
 def speed(folder: Path) -> list[tuple[str, str, str]]:

@@ -4,14 +4,13 @@ Triton multiplies float32 in TF32, and under another layout it multiplies other 
 channels, the narrowest that the kernels take: every layout has shapes of its own, and each compiles.
 """
 
+import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cpu import cells
-from tests.cpu.parity_table import ParityTable
 from tests.cpu.test_parity import MASKS, compare_layout
 from tests.cpu.test_zoo_parity import ZOO_LAYOUTS
 from tests.cpu.tiny import make_tiny_data, tiny_words
@@ -35,21 +34,11 @@ def data(tmp_path_factory):
     return make_tiny_data(tmp_path_factory.mktemp("nccl"))
 
 
-@pytest.fixture(scope="module")
-def note():
-    """Notes a cell in the tables of this module, one a precision, which are written to the file that NCCL_TABLE names, if it is set."""
-    tables = {precision: ParityTable() for precision in BOUNDS}
-
-    def note(precision: str, *cell) -> None:
-        tables[precision].note(*cell)
-        if path := os.environ.get("NCCL_TABLE"):
-            told = [
-                table.markdown("over NCCL", " and ".join(f"{bound:.0e}" for bound in BOUNDS[name]), name)
-                for name, table in tables.items() if table.cells
-            ]  # fmt: skip
-            Path(path).write_text("\n".join(told))
-
-    return note
+def note(precision: str, *cell) -> None:
+    """A line of the file that NCCL_CELLS names, if it is set: benchmarks/multi_gpu_table.py makes a table of them."""
+    if path := os.environ.get("NCCL_CELLS"):
+        with open(path, "a") as file:
+            file.write(json.dumps([precision, *cell]) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +65,7 @@ def untuned_cell(words: list[str]):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_over_nccl(gpus, data, one_gpu, note, model, layout, precision, mask):
+def test_layout_over_nccl(gpus, data, one_gpu, model, layout, precision, mask):
     size, overrides = LAYOUTS[layout]
     if gpus.size < size:
         pytest.skip(f"needs {size} GPUs")
