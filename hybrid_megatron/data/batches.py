@@ -67,18 +67,25 @@ class BatchStream:
             starts = torch.zeros(len(samples), context + 1, dtype=torch.bool)  # the column past the end takes the padding of cu_seqlens
             for row, sample in zip(starts, samples):
                 row[sample["cu_seqlens"].long()] = True
-            starts = starts[:, :context].to(platform.device())
+            starts = _on_device(starts[:, :context])
         layout = SequenceLayout(tokens.shape[1], self.state.context, self.state.context_rank, starts)
         weights = torch.ones(tokens.shape)
         if real is not None:
             weights[[i for i, index in enumerate(indices) if index >= real]] = 0
-        return Batch(*(layout.local(x).contiguous().to(platform.device(), non_blocking=True) for x in (tokens, targets, weights)), layout)
+        return Batch(*(_on_device(layout.local(x)) for x in (tokens, targets, weights)), layout)
 
     def _sample(self, index: int) -> dict[str, Tensor]:
         epoch, place = divmod(index, len(self.dataset))
         if epoch > 0:
             place = int(_order_of_epoch(len(self.dataset), self.seed, epoch)[place])
         return self.dataset.samples[place]
+
+
+def _on_device(x: Tensor) -> Tensor:
+    """From page-locked memory: else the host waits until the device has done all it was asked to before."""
+    if not platform.is_cuda():
+        return x.contiguous()
+    return x.contiguous().pin_memory().to(platform.device(), non_blocking=True)
 
 
 @lru_cache(maxsize=2)
