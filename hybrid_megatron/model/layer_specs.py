@@ -2,7 +2,7 @@
 
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.mixer_layer import MixerLayer
-from hybrid_megatron.model.norm import RMSNorm
+from hybrid_megatron.model.norm import ResidualRMSNorm, RMSNorm
 from hybrid_megatron.model.pattern import Layer, LayerPlan
 from hybrid_megatron.model.swiglu import SwiGLU
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -32,10 +32,10 @@ def _layer_spec(run: RunConfig, layer: Layer) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=ResidualRMSNorm,
             self_attention=ModuleSpec(module=MixerLayer, params={"model": run.model, "parallel": run.parallel, "layer": layer}),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=ResidualRMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),

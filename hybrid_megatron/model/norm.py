@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hybrid_megatron import platform
-from hybrid_megatron.ops.rms_norm import rms_norm
+from hybrid_megatron.ops.rms_norm import rms_norm, rms_norm_and_input
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -22,3 +22,10 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class ResidualRMSNorm(RMSNorm):
+    """At the head of a residual branch: the normalised input, and the input itself for the branch's end, as TransformerLayer takes them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm_and_input(x, self.weight, self.eps)

@@ -8,19 +8,26 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., h] / rms(x) * weight [h], statistics in float32 or wider, in the type of x."""
-    by_kernel = x.is_cuda and x.dtype is not torch.float64
-    return _RMSNorm.apply(x, weight, eps) if by_kernel else F.rms_norm(x, weight.shape, weight, eps)
+    return rms_norm_and_input(x, weight, eps)[0]
+
+
+def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same, and x for whoever else needs it: the kernel of the backward pass then adds up the gradients of both."""
+    if x.is_cuda and x.dtype is not torch.float64:
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps), x
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         out, inverse = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return out
+        return out, x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor, of_input: Tensor | None):
         from hybrid_megatron.ops.rms_norm_kernels import gradients
 
-        return *gradients(grad, *ctx.saved_tensors), None
+        return *gradients(grad, of_input, *ctx.saved_tensors), None

@@ -55,8 +55,14 @@ def rms_norm(rows: int, width: int) -> dict[str, float]:
     exact, exact_weight = (t.double().requires_grad_() for t in (x, weight))
     F.rms_norm(exact, (width,), exact_weight, 1e-5).backward(grad.double())
     inverse = (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt().float()
-    of_x, of_weight = rms_norm_kernels.gradients(grad, x, weight, inverse)
-    return {"input": relative_error(of_x, exact.grad), "weight": relative_error(of_weight, exact_weight.grad)}
+    of_x, of_weight = rms_norm_kernels.gradients(grad, None, x, weight, inverse)
+    more = torch.randn(rows, width, generator=random)
+    with_more, _ = rms_norm_kernels.gradients(grad, more, x, weight, inverse)
+    return {
+        "input": relative_error(of_x, exact.grad),
+        "input and more": relative_error(with_more, exact.grad + more),
+        "weight": relative_error(of_weight, exact_weight.grad),
+    }
 
 
 def swiglu(width: int) -> dict[str, float]:
