@@ -9,7 +9,7 @@ _PROGRAMS = 1024  # at most: each has a sum of its own for the weight
 
 
 @triton.jit
-def _gradients(grad, x, weight, inverse, out, sums, rows, width, rows_each, BLOCK: tl.constexpr):
+def _rms_norm_gradients(grad, x, weight, inverse, out, sums, rows, width, rows_each, BLOCK: tl.constexpr):
     """A program `rows_each` rows, one after the other; `inverse` is 1 / rms of each row."""
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -35,7 +35,7 @@ def gradients(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple
     programs = triton.cdiv(rows, rows_each)
     out, sums = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    _gradients[(programs,)](
+    _rms_norm_gradients[(programs,)](
         grad, x, weight, inverse, out, sums, rows, width, rows_each, BLOCK=block, num_warps=min(max(block // 256, 1), 16)
     )
     return out, sums.sum(0).to(weight.dtype)

@@ -239,6 +239,8 @@ def test_profile_of_real_work():
         ("_row_sums", "loss"),
         ("_rotate", "norms and elementwise"),
         ("_silu_gradient", "norms and elementwise"),
+        ("_swiglu_gradient", "norms and elementwise"),
+        ("_rms_norm_gradients", "norms and elementwise"),
         ("_norm_gated_gradients", "norms and elementwise"),
         ("triton_poi_fused_add_cat_mul_rsub_sigmoid_silu_split_0", "norms and elementwise"),
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products"),
