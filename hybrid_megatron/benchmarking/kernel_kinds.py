@@ -1,7 +1,7 @@
 """What a kernel is for, by its name: one table, the first rule that matches counts.
 
-Names are those of CUDA kernels as the profiler reports them (`_row_sums`, `_gradient` and `_rotate` are kernels of ops/), and of torch's
-operators, which stand for them on a CPU. A name says what a
+Names are those of CUDA kernels as the profiler reports them (`_row_sums`, `_gradient`, `_rotate` and `_silu` are kernels of ops/), and of
+torch's operators, which stand for them on a CPU. A name says what a
 kernel does, not who asked for it: the product for the logits is a matrix product, a copy of master weights an elementwise one.
 """
 
@@ -27,7 +27,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     # torch.compile's templates (FlexAttention), cuDNN and flash.
     ("attention", r"flex_attention|flash|fmha|sdpa|scaled_dot_product"),
     ("loss", r"cross_entropy|nll_loss|softmax|logsumexp|^_(gradient|row_sums)$"),
-    ("norms and elementwise", r"l2norm|layer_?norm|rms_?norm|norm_gated|swiglu|rotary|^_rotate$"),
+    ("norms and elementwise", r"l2norm|layer_?norm|rms_?norm|norm_gated|silu|swiglu|rotary|^_rotate$"),
     # FLA's recurrences, the projections of a state that they need, gates, convolutions.
     (
         "linear mixers",

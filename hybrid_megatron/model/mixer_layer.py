@@ -57,7 +57,8 @@ class MixerLayer(MegatronModule):
             shared = self.order.cut_shared(self.shared_proj(hidden).transpose(0, 1))
             parts = [own | common for own, common in zip(parts, shared)]
         mixed = [mixer.mix(part, packed_seq_params) for mixer, part in zip(self.mixers, parts)]
-        return self.out_proj(self.order.join(mixed).transpose(0, 1).contiguous())
+        # Turned round before they are joined: what lies sequence first already is not copied, and several groups are once.
+        return self.out_proj(self.order.join([o.transpose(0, 1) for o in mixed]).contiguous())
 
     def _whole_input(self, hidden: Tensor) -> Tensor:
         """hidden [s, b, h] with all tokens of this context rank; the backward pass sums what the tensor ranks' heads make of it."""

@@ -9,7 +9,7 @@ _PROGRAMS = 1024  # at most: each has a sum of its own for the weight
 
 
 @triton.jit
-def _gradients(grad, more, x, weight, inverse, out, sums, rows, width, rows_each, MORE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_gradients(grad, more, x, weight, inverse, out, sums, rows, width, rows_each, MORE: tl.constexpr, BLOCK: tl.constexpr):
     """A program `rows_each` rows, one after the other; `inverse` is 1 / rms of each row, `more` added to the input's gradient."""
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -38,19 +38,8 @@ def gradients(grad: Tensor, more: Tensor | None, x: Tensor, weight: Tensor, inve
     programs = triton.cdiv(rows, rows_each)
     out, sums = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    _gradients[(programs,)](
-        grad,
-        x if more is None else more.contiguous(),
-        x,
-        weight,
-        inverse,
-        out,
-        sums,
-        rows,
-        width,
-        rows_each,
-        MORE=more is not None,
-        BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
-    )
+    _rms_norm_gradients[(programs,)](
+        grad, x if more is None else more.contiguous(), x, weight, inverse, out, sums, rows, width, rows_each,
+        MORE=more is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+    )  # fmt: skip
     return out, sums.sum(0).to(weight.dtype)

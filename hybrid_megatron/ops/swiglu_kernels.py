@@ -9,7 +9,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _product(x, out, width, BLOCK: tl.constexpr):
+def _swiglu(x, out, width, BLOCK: tl.constexpr):
     """A program a token and BLOCK channels; x has gate and up side by side, `width` each."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -19,7 +19,7 @@ def _product(x, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gradient(grad, x, out, width, BLOCK: tl.constexpr):
+def _swiglu_gradient(grad, x, out, width, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def product(x: Tensor) -> Tensor:
     """x [..., 2 f] -> [..., f]."""
     x, width = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
-    _product[(out.numel() // width, triton.cdiv(width, _BLOCK))](x, out, width, BLOCK=_BLOCK, num_warps=4)
+    _swiglu[(out.numel() // width, triton.cdiv(width, _BLOCK))](x, out, width, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
@@ -43,5 +43,5 @@ def gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Of x [..., 2 f], from that of the product [..., f]."""
     grad, x, width = grad.contiguous(), x.contiguous(), grad.shape[-1]
     out = torch.empty_like(x)
-    _gradient[(grad.numel() // width, triton.cdiv(width, _BLOCK))](grad, x, out, width, BLOCK=_BLOCK, num_warps=4)
+    _swiglu_gradient[(grad.numel() // width, triton.cdiv(width, _BLOCK))](grad, x, out, width, BLOCK=_BLOCK, num_warps=4)
     return out

@@ -8,7 +8,16 @@ import json
 import torch
 import torch.nn.functional as F
 
-from hybrid_megatron.ops import cross_entropy_kernels, rms_norm_kernels, rotary_kernel, row_copy_kernel, swiglu_kernels, unit_silu_kernels
+from hybrid_megatron.ops import (
+    cross_entropy_kernels,
+    gated_norm_kernels,
+    rms_norm_kernels,
+    rotary_kernel,
+    row_copy_kernel,
+    silu_kernels,
+    swiglu_kernels,
+)
+from hybrid_megatron.ops.gated_norm import GATES
 from tests.definitions import relative_error
 
 
@@ -30,21 +39,29 @@ def cross_entropy(words: int, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def rotation(heads: int, width: int, tables: int) -> dict[str, float]:
-    """A slice between other rows, and a gradient that lies head by head."""
-    random = torch.Generator().manual_seed(1)
-    rows = torch.randn(2, 7, heads, 3 * width, generator=random).requires_grad_()
-    angles = torch.rand(tables, 7, width // 2, generator=random) * 6
-    out = rotary_kernel.Rotate.apply(rows[..., width : 2 * width], angles.cos(), angles.sin())
-    grad = torch.randn(2, heads, 7, width, generator=random).transpose(1, 2)
-    out.backward(grad)
+def sequence_first(x: torch.Tensor) -> bool:
+    """Whether x [b, s, n, d] lies in memory as [s, b, n, d], without gaps."""
+    return x.transpose(0, 1).is_contiguous()
 
-    exact = rows.detach().double().requires_grad_()
-    first, second = exact[..., width : 2 * width].chunk(2, -1)
+
+def rotation(heads: int, width: int, tables: int, sliced: bool, batch_first: bool) -> dict[str, float]:
+    """A slice of a projection's rows (sequence first) or between other rows (batch first), and a gradient that lies head by head."""
+    random = torch.Generator().manual_seed(1)
+    rows = torch.randn(2, 7, heads, 3 * width, generator=random)
+    x = (rows.transpose(0, 1).contiguous().transpose(0, 1) if sliced else rows)[..., width : 2 * width].requires_grad_()
+    angles = torch.rand(tables, 7, width // 2, generator=random) * 6
+    out = rotary_kernel.Rotate.apply(x, angles.cos(), angles.sin(), batch_first)
+    grad = torch.randn(2, heads, 7, width, generator=random).transpose(1, 2)
+    (gradient,) = torch.autograd.grad(out, x, grad)
+    assert sequence_first(out) if sliced and not batch_first else out.is_contiguous()
+    assert sequence_first(gradient) if sliced else gradient.is_contiguous()
+
+    exact = x.detach().double().requires_grad_()
+    first, second = exact.chunk(2, -1)
     cos, sin = angles.double().cos()[:, :, None], angles.double().sin()[:, :, None]
     expected = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     expected.backward(grad.double())
-    return {"output": relative_error(out, expected), "gradient": relative_error(rows.grad, exact.grad)}
+    return {"output": relative_error(out, expected), "gradient": relative_error(gradient, exact.grad)}
 
 
 def rms_norm(rows: int, width: int) -> dict[str, float]:
@@ -78,24 +95,63 @@ def swiglu(width: int) -> dict[str, float]:
     }
 
 
-def unit_silu(heads: int, width: int) -> dict[str, float]:
+def silu(heads: int, width: int, unit: bool) -> dict[str, float]:
     """A slice between other rows, with a row of zeros; the gradient lies head by head."""
     random = torch.Generator().manual_seed(4)
     rows = torch.randn(2, 5, heads, 3 * width, generator=random)
     rows[1, 2, 0] = 0
     x, grad = rows[..., width : 2 * width].requires_grad_(), torch.randn(2, heads, 5, width, generator=random).transpose(1, 2)
-    out = unit_silu_kernels.UnitSiLU.apply(x)
+    out = silu_kernels.SiLU.apply(x, unit)
     (gradient,) = torch.autograd.grad(out, x, grad)
+    assert out.is_contiguous() and gradient.is_contiguous()
     exact = x.detach().double().requires_grad_()
-    expected = F.normalize(F.silu(exact), dim=-1)
+    expected = F.normalize(F.silu(exact), dim=-1) if unit else F.silu(exact)
     expected.backward(grad.double())
     zero = torch.zeros_like(gradient, dtype=torch.bool)
-    zero[1, 2, 0] = True  # 1e12 times as large as the others
+    zero[1, 2, 0] = True  # with the norm 1e12 times as large as the others
     return {
         "output": relative_error(out, expected),
         "gradient": relative_error(gradient.masked_fill(zero, 0), exact.grad.masked_fill(zero, 0)),
         "gradient of a row of zeros": relative_error(gradient[1, 2, 0], exact.grad[1, 2, 0]),
     }
+
+
+def silu_of_a_projection(heads: int, unit: bool) -> dict[str, float]:
+    """Rows of 16 that a projection put side by side, sequence first: the output lies batch first, the gradient as the projection."""
+    random = torch.Generator().manual_seed(6)
+    projected, grad = torch.randn(5, 3, 8 + heads * 16, generator=random), torch.randn(3, 5, heads, 16, generator=random)
+    x = projected.transpose(0, 1)[..., 8:].unflatten(-1, (heads, 16)).requires_grad_()
+    out = silu_kernels.SiLU.apply(x, unit)
+    (gradient,) = torch.autograd.grad(out, x, grad)
+    assert out.is_contiguous() and sequence_first(gradient)
+    exact = x.detach().double().requires_grad_()
+    expected = F.normalize(F.silu(exact), dim=-1) if unit else F.silu(exact)
+    expected.backward(grad.double())
+    return {"output": relative_error(out, expected), "gradient": relative_error(gradient, exact.grad)}
+
+
+def gated_norm(heads: int, width: int, gate: str, off: int, tokens: int = 5, programs: int = 1024) -> dict[str, float]:
+    """o batch first with rows next to zero, z a slice of a projection's rows that begins `off` elements in, the gradient either as the
+    output projection gives it, sequence first among other columns, or head by head."""
+    random, batch, eps = torch.Generator().manual_seed(7), 3, 1e-5
+    o = torch.randn(batch, tokens, heads, width, generator=random) * torch.rand(batch, tokens, heads, 1, generator=random) ** 4
+    projected = torch.randn(tokens, batch, off + heads * width + 3 * off, generator=random) * 2
+    z = projected.transpose(0, 1)[..., off : off + heads * width].unflatten(-1, (heads, width))
+    weight = torch.rand(width, generator=random) + 0.5
+    columns = torch.randn(tokens, batch, off + heads * width, generator=random)
+    grad = columns.transpose(0, 1)[..., off:].unflatten(-1, (heads, width))
+    found, exact = ([x.detach().to(dtype).requires_grad_() for x in (o, weight, z)] for dtype in (torch.float32, torch.float64))
+    gated_norm_kernels._PROGRAMS = programs
+    out = gated_norm_kernels.GatedNorm.apply(*found, eps, gate)
+    gradients = torch.autograd.grad(out, found, grad, retain_graph=True)
+    assert sequence_first(out) and gradients[0].is_contiguous() and sequence_first(gradients[2])
+
+    expected = F.rms_norm(exact[0], (width,), exact[1], eps) * GATES[gate](exact[2])
+    expected_gradients = torch.autograd.grad(expected, exact, grad.double())
+    by_head = torch.autograd.grad(out, found, grad.transpose(1, 2).contiguous().transpose(1, 2))
+    assert all(torch.equal(one, other) for one, other in zip(gradients, by_head))
+    errors = {name: relative_error(one, other) for name, one, other in zip(("o", "weight", "z"), gradients, expected_gradients)}
+    return {"output": relative_error(out, expected)} | errors
 
 
 def copied_rows(heads: int, width: int) -> dict[str, float]:
@@ -114,9 +170,22 @@ if __name__ == "__main__":
         for words in (9, 5000)
         for dtype in (torch.float32, torch.bfloat16)
     }
-    found |= {f"rotation of {heads} heads of {width}": rotation(heads, width, tables) for heads, width, tables in ((3, 8, 1), (17, 6, 2))}
+    found |= {
+        f"rotation of {heads} heads of {width}, {sliced=}, {batch_first=}": rotation(heads, width, tables, sliced, batch_first)
+        for heads, width, tables in ((3, 8, 1), (17, 6, 2))
+        for sliced in (False, True)
+        for batch_first in (False, True)
+    }
     found |= {f"RMSNorm of {rows} x {width}": rms_norm(rows, width) for rows, width in ((3, 24), (1100, 8))}
     found |= {f"SwiGLU of {width}": swiglu(width) for width in (24, 1100)}
-    found |= {f"SiLU and L2 norm of {heads} heads of {width}": unit_silu(heads, width) for heads, width in ((3, 8), (17, 6))}
+    for unit in (False, True):
+        found |= {f"SiLU of {heads} heads of {width}, {unit=}": silu(heads, width, unit) for heads, width in ((3, 8), (17, 6), (1, 2))}
+        found |= {f"SiLU of {heads} heads of a projection, {unit=}": silu_of_a_projection(heads, unit) for heads in (1, 12)}
+    for gate in GATES:
+        found |= {
+            f"norm and {gate} gate of {heads} heads of {width}, {off} in": gated_norm(heads, width, gate, off)
+            for heads, width, off in ((1, 1, 0), (3, 6, 1), (12, 16, 8), (17, 24, 4))
+        }
+        found[f"norm and {gate} gate, four turns of a program"] = gated_norm(9, 8, gate, 0, tokens=29, programs=16)
     found |= {f"copy of {heads} heads of {width}": copied_rows(heads, width) for heads, width in ((3, 8), (17, 6), (12, 1))}
     print(json.dumps(found))

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -495,3 +496,34 @@ def test_every_head_of_a_mix_has_its_own_place(built):
             form = fast(block, None)
             assert relative_error(form(silent, hidden), form(alone, hidden)) <= 1e-12, f"{name}, unit {kept}"
             assert float(form(alone, hidden).norm()) > 1e-3
+
+
+def test_the_output_projection_takes_a_mixers_output_as_it_lies(built):
+    """Sequence first in memory: it is not copied once more."""
+    config, _, _, block = built("gdn")
+    layer, made, taken = block.self_attention, [], []
+
+    def turned(parts: dict[str, Tensor], layout: SequenceLayout, mix=layer.mixers[0].mix) -> Tensor:
+        made.append(mix(parts, layout).transpose(0, 1).contiguous())
+        return made[0].transpose(0, 1)
+
+    hook = layer.out_proj.register_forward_pre_hook(lambda module, inputs: taken.append(inputs[0]))
+    with patch.object(layer.mixers[0], "mix", turned):
+        through_layer(block, draw_hidden(config, 20).float(), None)
+    hook.remove()
+    assert taken[0].is_contiguous() and taken[0].data_ptr() == made[0].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["attention, nope", "attention, QK norm", "swa, nope"])
+def test_queries_keep_the_order_of_the_projection(built, name):
+    """Attention on CUDA gives its output the order of q, and the output projection takes it sequence first."""
+    config, _, _, block = built(name)
+    mixer, seen = block.self_attention.mixers[0], []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, attend=mixer.attend) -> Tensor:
+        seen.append(q)
+        return attend(q, k, v, layout)
+
+    with patch.object(mixer, "attend", attend):
+        through_layer(block, draw_hidden(config, 20).float(), None)
+    assert seen[0].shape[:2] == (BATCH, 20) and seen[0].stride(1) > seen[0].stride(0)

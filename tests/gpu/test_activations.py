@@ -1,11 +1,13 @@
 """What the accounts say a mixing layer keeps for its backward pass is what autograd keeps, with the kernels of a real run."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from hybrid_megatron import platform
 from hybrid_megatron.config import load_recipe
-from hybrid_megatron.config.schema import ParallelConfig
+from hybrid_megatron.config.schema import ParallelConfig, RunConfig
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.pattern import plan_layers
@@ -47,16 +49,20 @@ def state():
         yield state
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_kept_for_the_backward_pass(state, name):
+def build(state, name: str) -> tuple[RunConfig, torch.nn.Module, torch.Tensor]:
+    """A small model whose first layer has these mixers, and an input for that layer."""
     pattern, *overrides = LAYERS[name]
     sizes = ["data.train=unused", "model.num_layers=4", "model.vocab_size=512", f"train.context={LENGTH}"]
     config = load_recipe([f"776m+{pattern}+pretrain_4k", *sizes, *overrides])
-    first = plan_layers(config).layers[:1]
-    plan = type(plan_layers(config))(first)
-    model = build_model(config, plan_layers(config), state)
-    mixing = model.decoder.layers[0].self_attention
     hidden = torch.randn(LENGTH, BATCH, config.model.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return config, build_model(config, plan_layers(config), state), hidden
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_kept_for_the_backward_pass(state, name):
+    config, model, hidden = build(state, name)
+    plan = type(plan_layers(config))(plan_layers(config).layers[:1])
+    mixing = model.decoder.layers[0].self_attention
     layout = SequenceLayout(LENGTH)
     mixing(hidden, packed_seq_params=layout)  # tables of positions and compiled kernels are kept for all layers
 
@@ -84,3 +90,20 @@ def test_kept_for_the_backward_pass(state, name):
     print(f"{name}: kept {found:,} bytes, accounts {expected:,}, {found / expected:.4f}")
     assert found == pytest.approx(expected, rel=0.02)
     assert o.shape == hidden.shape
+
+
+@pytest.mark.parametrize("name", ["rope", "nope", "nope, QK norm and gate", "grouped queries", "swa", "gla", "gdn", "kda", "lightning"])
+def test_the_output_projection_takes_a_mixers_output_as_it_lies(state, name):
+    """Whatever order FLA's and attention's kernels work in: no copy stands before it."""
+    _, model, hidden = build(state, name)
+    mixing, made, taken = model.decoder.layers[0].self_attention, [], []
+
+    def mix(parts, layout, mix=mixing.mixers[0].mix) -> torch.Tensor:
+        made.append(mix(parts, layout))
+        return made[0]
+
+    hook = mixing.out_proj.register_forward_pre_hook(lambda module, inputs: taken.append(inputs[0]))
+    with patch.object(mixing.mixers[0], "mix", mix):
+        mixing(hidden, packed_seq_params=SequenceLayout(LENGTH))
+    hook.remove()
+    assert taken[0].is_contiguous() and taken[0].data_ptr() == made[0].data_ptr()

@@ -3,17 +3,20 @@
 One rounding to bf16 is 2^-9 at most, 1.7e-3 in the mean; two stand in RMSNorm's forward pass, which is torch's.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.model.attention.rope import rotate
+from hybrid_megatron.ops.gated_norm import GATES, gated_norm
 from hybrid_megatron.ops.matmul import add_matmul_
 from hybrid_megatron.ops.rms_norm import rms_norm
 from hybrid_megatron.ops.row_copy import copy_rows
+from hybrid_megatron.ops.silu import silu, unit_silu
 from hybrid_megatron.ops.swiglu import swiglu
-from hybrid_megatron.ops.unit_silu import unit_silu
 from hybrid_megatron.parallel import SequenceLayout
 from tests.definitions import relative_error
 
@@ -51,18 +54,60 @@ def test_rms_norm(shape, dtype):
     check(lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), x, weight)
 
 
+def cut_from_projection(heads: int, width: int, dtype: torch.dtype, seed: int = 0, tokens: int = 300) -> Tensor:
+    """[2, tokens, heads, width] between other rows of [tokens, 2, rows]: sequence first in memory."""
+    projected = draw(tokens, 2, 8 + heads * width + 16, dtype=dtype, seed=seed)
+    return projected.transpose(0, 1)[..., 8 : 8 + heads * width].unflatten(-1, (heads, width))
+
+
+def lies_sequence_first(x: Tensor) -> bool:
+    """[b, s, n, d] as [s, b, n, d] without gaps."""
+    return x.transpose(0, 1).is_contiguous()
+
+
+def layouts(function, *inputs: Tensor) -> list[Tensor]:
+    """Output and gradients, before autograd gives them the order of a leaf."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out).transpose(0, 1).contiguous().transpose(0, 1))]
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("heads, width", [(3, 8), (12, 128), (17, 64)])
-def test_unit_silu(heads, width, dtype):
-    """A slice between other rows."""
-    rows = draw(2, 300, heads, 3 * width, dtype=dtype)
-    check(unit_silu, lambda x: F.normalize(F.silu(x), dim=-1), rows[..., width : 2 * width])
+@pytest.mark.parametrize("function", [silu, unit_silu])
+def test_silu(function, heads, width, dtype):
+    """A slice between other rows; cut from a projection, its gradient lies as the projection does."""
+    definition = F.silu if function is silu else lambda x: F.normalize(F.silu(x), dim=-1)
+    rows, cut = draw(2, 300, heads, 3 * width, dtype=dtype), cut_from_projection(heads, width, dtype)
+    check(function, definition, rows[..., width : 2 * width])
+    check(function, definition, cut)
+    out, gradient = layouts(function, cut)
+    assert out.is_contiguous() and lies_sequence_first(gradient)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("heads, width, tokens", [(3, 8, 300), (12, 128, 2000), (17, 64, 300), (9, 96, 1), (5, 6, 77)])
+def test_gated_norm(heads, width, tokens, dtype, gate):
+    """o batch first as FLA's kernels give it, z cut from a projection: the output lies as the output projection takes it."""
+    o, z = draw(2, tokens, heads, width, dtype=dtype), cut_from_projection(heads, width, dtype, seed=3, tokens=tokens)
+    weight = (1 + draw(width, dtype=torch.float32, seed=2) / 4).to(dtype)
+    check(lambda o, w, z: gated_norm(o, w, z, 1e-5, gate), lambda o, w, z: F.rms_norm(o, w.shape, w, 1e-5) * GATES[gate](z), o, weight, z)
+    out, of_o, _, of_z = layouts(lambda o, w, z: gated_norm(o, w, z, 1e-5, gate), o, weight, z)
+    assert lies_sequence_first(out) and of_o.is_contiguous() and lies_sequence_first(of_z)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_rotation(dtype):
+    """Batch first, and cut from a projection: then it stays sequence first unless asked for otherwise, and its gradient does."""
     layout = SequenceLayout(300)
-    check(lambda x: rotate(x, layout, 1e4), lambda x: rotate(x, layout, 1e4), draw(2, 300, 12, 128, dtype=dtype))
+    for x in (draw(2, 300, 12, 128, dtype=dtype), cut_from_projection(12, 128, dtype)):
+        for batch_first in (False, True):
+            turned = partial(rotate, layout=layout, base=1e4, batch_first=batch_first)
+            check(turned, turned, x)
+            out, gradient = layouts(turned, x)
+            assert out.is_contiguous() if batch_first or x.is_contiguous() else lies_sequence_first(out)
+            assert gradient.is_contiguous() if x.is_contiguous() else lies_sequence_first(gradient)
 
 
 @pytest.mark.parametrize("heads, width", [(3, 8), (12, 128), (17, 1)])

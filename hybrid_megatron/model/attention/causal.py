@@ -56,7 +56,9 @@ def causal_attention(
             outputs.append(_causal(queries, keys, values, scale))
         else:
             outputs.append(_causal_in_documents(queries, keys, values, scale, documents[:, :end]))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
+    if len(outputs) == 1:
+        return outputs[0].transpose(1, 2)
+    return torch.cat([o.permute(2, 0, 1, 3) for o in outputs]).transpose(0, 1)  # joined as it lies on one rank, sequence first
 
 
 def _over_shares_of_heads(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, group: ProcessGroup) -> Tensor:

@@ -8,11 +8,12 @@ from torch import Tensor
 from hybrid_megatron.parallel import SequenceLayout
 
 
-def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: bool = False) -> Tensor:
+def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: bool = False, batch_first: bool = False) -> Tensor:
     """Rotate x [b, s, n, d] by its global positions: pair (i, i + d/2) turns by position * base^(-2i/d). Computed in float32 or wider.
 
     `within_documents`: where documents are masked, positions count from the start of each. In attention only distances matter, and it is
-    the same; not so where the channels of a pair decay apart.
+    the same; not so where the channels of a pair decay apart. On CUDA the result lies in memory as x does, sequence first where x is cut
+    from a projection, and attention gives its output that order; with `batch_first` it lies as FLA's kernels take it.
     """
     work = torch.promote_types(x.dtype, torch.float32)
     table = (x.shape[-1], base, work, str(x.device))
@@ -24,7 +25,7 @@ def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: 
     if x.is_cuda and work is torch.float32:
         from hybrid_megatron.ops.rotary_kernel import Rotate
 
-        return Rotate.apply(x, *(table.view(-1, x.shape[1], x.shape[-1] // 2) for table in (cos, sin)))
+        return Rotate.apply(x, *(table.view(-1, x.shape[1], x.shape[-1] // 2) for table in (cos, sin)), batch_first)
     first, second = x.to(work).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

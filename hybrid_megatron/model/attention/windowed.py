@@ -38,7 +38,9 @@ def windowed_attention(
         end = (chunk + 1) * length
         seen = None if documents is None else documents[:, end - keys.shape[1] : end]
         outputs.append(_windowed(*(aligned(x).transpose(1, 2) for x in (queries, keys, values)), window, scale, seen))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
+    if len(outputs) == 1:
+        return outputs[0].transpose(1, 2)
+    return torch.cat([o.permute(2, 0, 1, 3) for o in outputs]).transpose(0, 1)  # joined as it lies on one rank, sequence first
 
 
 def _keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, window: int, group: ProcessGroup | None) -> list[tuple[Tensor, Tensor]]:

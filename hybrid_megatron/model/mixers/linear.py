@@ -12,11 +12,12 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES
 from hybrid_megatron.model.mixers.recurrent import RecurrentMixer
-from hybrid_megatron.model.mixers.softmax import GATES, busiest_halo
+from hybrid_megatron.model.mixers.softmax import busiest_halo
 from hybrid_megatron.ops.fused import fused
+from hybrid_megatron.ops.gated_norm import GATES, gated_norm
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
-from hybrid_megatron.ops.unit_silu import unit_silu
+from hybrid_megatron.ops.silu import silu, unit_silu
 from hybrid_megatron.parallel import SequenceLayout
 
 
@@ -207,18 +208,19 @@ class LinearMixer(RecurrentMixer):
         if settings.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         if self.group.position == "rope":
-            q, k = (rotate(x, layout, settings.rope_base, within_documents=self.positions_within_documents) for x in (q, k))
+            within = self.positions_within_documents
+            q, k = (rotate(x, layout, settings.rope_base, within_documents=within, batch_first=True) for x in (q, k))
         if self.unit_length and not self._at_once(self.model):
             q, k = of_length_one(q), of_length_one(k)
         if self.queries(self.model) > 1:
             k, v = (x.repeat_interleave(self.queries(self.model), dim=2) for x in (k, v))
-        o = self._mixed(q, k, v, parts, layout).unflatten(2, (self.local_units, -1))
+        o = self._mixed(q, k, v, parts, layout)
         if settings.output_gate == "none":
-            return self._norm(o, self.out_norm).flatten(3)
-        z = self._gate_rows(parts).unflatten(-1, (-1, self.model.head_dim))
-        return _normalised_and_gated(o, self._for_all_heads(self.out_norm), z, eps=self.model.norm_eps, gate=settings.output_gate).flatten(
-            3
-        )
+            o = self._norm(o, self.out_norm)
+        else:
+            z = self._by_head(self._gate_rows(parts))
+            o = gated_norm(o, self._for_all_heads(self.out_norm), z, self.model.norm_eps, settings.output_gate)
+        return o.unflatten(2, (self.local_units, -1)).flatten(3)
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor, parts: dict[str, Tensor], layout: SequenceLayout) -> Tensor:
         """What comes before the output norm [b, s, n, d]."""
@@ -231,9 +233,10 @@ class LinearMixer(RecurrentMixer):
     def _convolved(self, x: Tensor, name: str, layout: SequenceLayout) -> Tensor:
         """[b, s, units, heads of a unit * d] -> [b, s, heads, d]."""
         if self.settings(self.model).short_conv:
-            x = F.silu(short_convolution(x.flatten(2), getattr(self, f"conv_{name}"), layout, self.ranks.cp))
-            return x.unflatten(-1, (-1, self.model.head_dim))
-        return self._by_head(_silu(x) if self.activates else x)
+            x = short_convolution(x.flatten(2), getattr(self, f"conv_{name}"), layout, self.ranks.cp)
+            return silu(x.unflatten(-1, (-1, self.model.head_dim)))
+        x = self._by_head(x)
+        return silu(x) if self.activates else x
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[b, s, units, heads of a unit * d] -> [b, s, heads, d]."""
@@ -290,17 +293,6 @@ class LinearMixer(RecurrentMixer):
 def of_length_one(x: Tensor) -> Tensor:
     """L2-normalised over the last dimension, in float32 or wider."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
-
-
-@fused
-def _silu(x: Tensor) -> Tensor:
-    return F.silu(x)
-
-
-@fused
-def _normalised_and_gated(o: Tensor, weight: Tensor, z: Tensor, *, eps: float, gate: str) -> Tensor:
-    """RMSNorm over the last dimension, statistics in float32, times the gate."""
-    return F.rms_norm(o, weight.shape, weight, eps) * GATES[gate](z)
 
 
 def _draw_convolution(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -172,7 +172,7 @@ class RWKV7(RecurrentMixer):
         r, k, v = (x.unflatten(-1, (self.local_heads, -1)) for x in (r, k, v))
         if self.group.position == "rope":
             # The two channels that RoPE turns together have gates of their own: positions count within documents.
-            r, k = (rotate(x, layout, self.model.rwkv7.rope_base, within_documents=True) for x in (r, k))
+            r, k = (rotate(x, layout, self.model.rwkv7.rope_base, within_documents=True, batch_first=True) for x in (r, k))
         decay, rate = F.linear(torch.tanh(low_decay), self.decay_up), F.linear(low_rate, self.rate_up)
         k, g, a, b = _recurrence_inputs(k, decay, rate, self.decay_bias, self.rate_bias, self.k_k, self.k_a)
         o = self._recur(GeneralizedDeltaRule(), (r, k, v, g, a, b), 1.0, layout)

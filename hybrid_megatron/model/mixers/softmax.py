@@ -2,8 +2,6 @@
 
 from abc import abstractmethod
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.config.schema import ModelConfig, ParallelConfig, SoftmaxConfig
@@ -12,10 +10,9 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, Mixer
 from hybrid_megatron.ops.fused import fused
+from hybrid_megatron.ops.gated_norm import GATES
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.halo import halo_tokens
-
-GATES = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
 
 class SoftmaxMixer(Mixer):
@@ -113,7 +110,8 @@ class SoftmaxMixer(Mixer):
         settings = self.settings(self.model)
         q, k, v = (parts[name].unflatten(-1, (-1, self.model.head_dim)).flatten(2, 3) for name in ("q", "k", "v"))
         if settings.qk_norm:
-            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+            # Turned round, the norm's result lies sequence first as the projection does; attention gives its output the order of q.
+            q, k = (self._norm(x.transpose(0, 1), weight).transpose(0, 1) for x, weight in ((q, self.q_norm), (k, self.k_norm)))
         if self.group.position == "rope":
             base = self.rope_base(layout)
             q, k = rotate(q, layout, base), rotate(k, layout, base)
