@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.row_copy import batch_first
+
 
 class Sequences(NamedTuple):
     """Of rows [b, s] laid one after the other."""
@@ -38,7 +40,7 @@ def over_documents(
     `kernel` takes the inputs, initial_state and, given document starts [b, s] bool, cu_seqlens. A row whose first token does not begin a
     document continues one: it starts from its initial state.
     """
-    inputs = [x.contiguous() for x in inputs]
+    inputs = [batch_first(x) for x in inputs]
     if document_starts is None:
         return kernel(*inputs, initial_state=initial_state)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_megatron.ops.documents import sequences_of
+from hybrid_megatron.ops.row_copy import batch_first
 
 _CHUNK = 64
 _NONE_BETWEEN = 2**30
@@ -158,7 +159,7 @@ def _decay_for_kernels(decay: dict[str, Tensor], by_token: tuple[Tensor, ...], c
 
 def _of_last_sequences(kernel: Callable[..., Tensor], inputs: tuple[Tensor, ...], starts: Tensor | None) -> Tensor:
     """What `kernel(*inputs, cu_seqlens=)` finds for each sequence: that of each row's last one."""
-    inputs = tuple(x.contiguous() for x in inputs)
+    inputs = tuple(batch_first(x) for x in inputs)
     if starts is None:
         return kernel(*inputs, cu_seqlens=None)
     sequences = sequences_of(starts)
@@ -167,7 +168,7 @@ def _of_last_sequences(kernel: Callable[..., Tensor], inputs: tuple[Tensor, ...]
 
 def _of_first_sequences(kernel: Callable[..., Tensor], inputs: tuple[Tensor, ...], starts: Tensor | None) -> Tensor:
     """Alike: that of each row's first one, zero where that begins a document."""
-    inputs = tuple(x.contiguous() for x in inputs)
+    inputs = tuple(batch_first(x) for x in inputs)
     if starts is None:
         return kernel(*inputs, cu_seqlens=None)
     sequences = sequences_of(starts)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.row_copy import batch_first
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.sequence_layout import gathered_order
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -33,7 +34,7 @@ def recurrence_over_ranks(
     def by_chunk(x: Tensor) -> Tensor:
         return x.unflatten(1, (len(layout.chunks), -1)).transpose(0, 1).flatten(0, 1)
 
-    inputs = tuple(by_chunk(x) for x in inputs)
+    inputs = tuple(by_chunk(batch_first(x)) for x in inputs)
     starts = None if starts is None else by_chunk(starts)
     transitions, initial = _states_of_local_chunks(recurrence, inputs, starts, layout, group)
     o, last = recurrence.run(inputs, scale=scale, initial_state=initial, document_starts=starts)
@@ -56,9 +57,9 @@ def _states_of_local_chunks(
     transitions = [transition[:batch] if known else piece[1].unflatten(2, transition.shape[2:]) for piece in pieces]
     state = torch.zeros_like(added[:batch])
     states = []
-    for transition, piece in zip(transitions[: max(layout.chunks) + 1], pieces):
+    for passed, piece in zip(transitions[: max(layout.chunks) + 1], pieces):
         states.append(state)
-        state = recurrence.apply(transition, state) + piece[0].unflatten(2, added.shape[2:])
+        state = recurrence.apply(passed, state) + piece[0].unflatten(2, added.shape[2:])
     return transitions, torch.cat([states[chunk] for chunk in layout.chunks], dim=0)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.ops.gated_norm import GATES, gated_norm
 from hybrid_megatron.ops.matmul import add_matmul_
-from hybrid_megatron.ops.rms_norm import rms_norm
-from hybrid_megatron.ops.row_copy import copy_rows
+from hybrid_megatron.ops.rms_norm import rms_norm, rms_norm_and_input
+from hybrid_megatron.ops.row_copy import batch_first, copy_rows
 from hybrid_megatron.ops.silu import silu, unit_silu
 from hybrid_megatron.ops.swiglu import swiglu
 from hybrid_megatron.parallel import SequenceLayout
@@ -102,8 +102,8 @@ def test_rotation(dtype):
     """Batch first, and cut from a projection: then it stays sequence first unless asked for otherwise, and its gradient does."""
     layout = SequenceLayout(300)
     for x in (draw(2, 300, 12, 128, dtype=dtype), cut_from_projection(12, 128, dtype)):
-        for batch_first in (False, True):
-            turned = partial(rotate, layout=layout, base=1e4, batch_first=batch_first)
+        for first in (False, True):
+            turned = partial(rotate, layout=layout, base=1e4, batch_first=first)
             check(turned, turned, x)
             out, gradient = layouts(turned, x)
             assert out.is_contiguous() if batch_first or x.is_contiguous() else lies_sequence_first(out)
@@ -118,6 +118,35 @@ def test_copied_rows(heads, width):
     target = whole.transpose(0, 1)[..., 7:-3].unflatten(-1, (heads, width))
     copy_rows(source, target)
     assert torch.equal(target, source) and (whole[..., :7] == 9).all() and (whole[..., -3:] == 9).all()
+
+
+def test_rows_for_flas_kernels():
+    """A slice of the projection, sequence first in memory and 6,168 rows wide; its gradient."""
+    rows = draw(300, 2, 6168, dtype=torch.bfloat16).requires_grad_()
+    x = rows.transpose(0, 1)[..., 16 : 16 + 4 * 128].unflatten(-1, (4, 128))
+    out, grad = batch_first(x), draw(2, 300, 4, 128, dtype=torch.bfloat16, seed=1)
+    assert out.is_contiguous() and torch.equal(out, x)
+    out.backward(grad)
+    found = rows.grad.transpose(0, 1)[..., 16 : 16 + 4 * 128].unflatten(-1, (4, 128))
+    assert torch.equal(found, grad) and not rows.grad[..., :16].any() and batch_first(out) is out
+
+
+def test_norm_with_the_gradient_of_its_input():
+    """Of a residual branch: what comes back for the input is added to the norm's own."""
+    x, weight, more = (
+        draw(2, 300, 1536, dtype=torch.bfloat16),
+        draw(1536, dtype=torch.bfloat16, seed=1),
+        draw(2, 300, 1536, dtype=torch.bfloat16, seed=2),
+    )
+
+    def form(norm):
+        def both(x, w):
+            out, same = norm(x, w)
+            return out + same * more.to(x.dtype)
+
+        return both
+
+    check(form(lambda x, w: rms_norm_and_input(x, w, 1e-5)), form(lambda x, w: (F.rms_norm(x, w.shape, w, 1e-5), x)), x, weight)
 
 
 def test_sum_of_weight_gradients():
