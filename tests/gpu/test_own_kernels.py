@@ -106,7 +106,7 @@ def test_rotation(dtype):
             turned = partial(rotate, layout=layout, base=1e4, batch_first=first)
             check(turned, turned, x)
             out, gradient = layouts(turned, x)
-            assert out.is_contiguous() if batch_first or x.is_contiguous() else lies_sequence_first(out)
+            assert out.is_contiguous() if first or x.is_contiguous() else lies_sequence_first(out)
             assert gradient.is_contiguous() if x.is_contiguous() else lies_sequence_first(gradient)
 
 
