@@ -82,7 +82,7 @@ def test_gradients_of_weights_are_not_rounded_on_their_way(ranks, tiny_data):
     """In bf16 the product adds them to float32 buffers; through a gradient in bf16 they would be numbers of that type."""
     words = tiny_words(tiny_data, "run_dir=unused", "train.precision=bf16", "train.micro_batch=8", "train.batch_tokens=512")
     [(_, _, gradients)] = ranks.run(1, cells.loss_and_gradients, words)
-    for ending in ("out_proj.weight", "linear_fc1.weight", "linear_fc2.weight"):
+    for ending in ("out_proj.weight", "linear_fc1.weight", "linear_fc2.weight", "output_layer.weight"):
         found = [torch.from_numpy(gradient) for name, _, _, gradient in gradients if name.endswith(ending)]
         assert found and all((gradient != gradient.bfloat16().float()).any() for gradient in found), ending
 
