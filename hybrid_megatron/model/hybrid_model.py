@@ -104,7 +104,9 @@ class OutputLayer(ColumnParallelLinear):
         if scored is not None:
             hidden = hidden[scored]
         by_sequence = [x.transpose(0, 1).flatten() for x in (targets, token_weights)]
-        total, losses = linear_cross_entropy(hidden.flatten(0, 1), self.weight, *by_sequence, self.tp_group, weigh)
+        total, losses = linear_cross_entropy(
+            hidden.flatten(0, 1), self.weight, *by_sequence, self.tp_group, weigh, self.gradient_accumulation_fusion
+        )
         return TokenLoss(total, losses.view(hidden.shape[:2]).transpose(0, 1))
 
 

@@ -51,9 +51,10 @@ def over_ranks(sums: RowSums, group: ProcessGroup) -> RowSums:
 
 
 def gradient(logits: Tensor, targets: Tensor, own: RowSums, joined: RowSums, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight * (softmax - one-hot) [t, words] in `dtype`, in the place of the logits if that is their type; weights [t].
+    """weight * (softmax - one-hot) [t, words] in `dtype`, over the logits if that is their type or on CUDA; weights [t].
 
-    `logits` as `row_sums` left them when it returned `own`; `joined` is that over all ranks.
+    `logits` as `row_sums` left them when it returned `own`; `joined` is that over all ranks. On CUDA each row of the gradient begins where
+    the row of logits did: in bfloat16 there is a gap as long as a row between two of them, which matrix products take as it is.
     """
     if _by_kernel(logits):
         from hybrid_megatron.ops import cross_entropy_kernels

@@ -31,15 +31,22 @@ def _row_sums(logits, targets, highest, total, chosen, words, BLOCK: tl.constexp
 
 
 @triton.jit
-def _gradient(logits, targets, highest, total, weights, out, words, BLOCK: tl.constexpr):
-    """A program a block of a row."""
+def _gradient(logits, targets, highest, total, weights, out, words, out_stride, BLOCK: tl.constexpr):
+    """A program a row, from left to right, for the row of `out` begins where that of `logits` does and may be half as long.
+
+    A block is then stored over logits left of it, or in the first block over its own: all of them have been read once all threads have
+    loaded the block.
+    """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < words
-    x = tl.load(logits + row * words + column, mask=inside, other=0.0)
-    share = tl.exp(x - tl.load(highest + row)) / tl.load(total + row)
-    share -= (column == tl.load(targets + row)).to(tl.float32)
-    tl.store(out + row * words + column, (share * tl.load(weights + row)).to(out.dtype.element_ty), mask=inside)
+    target, weight = tl.load(targets + row), tl.load(weights + row)
+    top, sums = tl.load(highest + row), tl.load(total + row)
+    for first in range(0, words, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < words
+        x = tl.load(logits + row * words + column, mask=inside, other=0.0)
+        tl.debug_barrier()
+        share = tl.exp(x - top) / sums - (column == target).to(tl.float32)
+        tl.store(out + row * out_stride + column, (share * weight).to(out.dtype.element_ty), mask=inside)
 
 
 def row_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,9 +58,9 @@ def row_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradient(logits: Tensor, targets: Tensor, highest: Tensor, total: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """As cross_entropy.gradient; weights [t] float32, contiguous."""
+    """As cross_entropy.gradient; weights [t] float32, contiguous; `dtype` no wider than float32."""
     assert logits.is_contiguous() and weights.is_contiguous()
-    out = logits if logits.dtype is dtype else torch.empty_like(logits, dtype=dtype)
     rows, words = logits.shape
-    _gradient[(rows, triton.cdiv(words, _BLOCK))](logits, targets, highest, total, weights, out, words, BLOCK=_BLOCK, num_warps=8)
+    out = logits.view(dtype)[:, :words]
+    _gradient[(rows,)](logits, targets, highest, total, weights, out, words, out.stride(0), BLOCK=_BLOCK, num_warps=8)
     return out

@@ -4,6 +4,8 @@ At 32K tokens and 128,256 words the logits would be the largest tensor by far; h
 taken in the forward pass, chunk by chunk, while the probabilities are at hand, and scaled in the backward pass. That needs each token's
 weight before its gradient is formed, but not before its loss is: weights may be a detached function of the losses, which a chunk knows
 first.
+
+A weight that has a float32 gradient buffer, megatron-core's `main_grad`, has its gradient added there without a rounding on the way.
 """
 
 from collections.abc import Callable
@@ -15,8 +17,8 @@ from torch.distributed import ProcessGroup
 from hybrid_megatron.ops import cross_entropy
 from hybrid_megatron.ops.matmul import add_matmul_, matmul
 
-CHUNK_ELEMENTS = 3 * 2**26
-"""Logits in memory at once: 768 MiB in float32, and half as much again for their gradient in bfloat16."""
+CHUNK_ELEMENTS = 3 * 2**27
+"""Logits in memory at once: 1.5 GiB in float32, and on CUDA their gradient takes their place."""
 _ROUND = 128  # tokens of a chunk are a multiple of it, where there are so many: whole tiles for the products
 
 
@@ -33,6 +35,7 @@ def linear_cross_entropy(
     token_weights: Tensor,
     group: ProcessGroup,
     weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
+    add_to_buffer: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(sum over tokens of token_weight * cross entropy, per-token cross entropy in nats, detached).
 
@@ -42,21 +45,24 @@ def linear_cross_entropy(
 
     With `weigh` the weights are weigh(token_weights, losses), an elementwise function whose first argument may then be anything that is
     known of each token beforehand.
+
+    With `add_to_buffer` the backward pass adds the gradient of a weight that has a `main_grad` [vocab / tp, h] float32 to it, as
+    megatron-core's linear layers do under gradient accumulation fusion, and says so to the hooks of its DistributedDataParallel.
     """
     if not torch.is_grad_enabled():  # inside the function below, inputs seem to need gradients all the same
         hidden, weight = hidden.detach(), weight.detach()
-    return _LinearCrossEntropy.apply(hidden, weight, targets, token_weights, group, weigh)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, token_weights, group, weigh, add_to_buffer)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, token_weights, group, weigh):
+    def forward(ctx, hidden, weight, targets, token_weights, group, weigh, add_to_buffer):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         first = weight.shape[0] * group.rank()
         losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         weights = token_weights if weigh is None else torch.empty_like(losses)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_weight = None
         size = chunk_tokens(weight.shape[0])
         for at in range(0, hidden.shape[0], size):
             here = slice(at, at + size)
@@ -66,21 +72,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[here] = joined.losses
             if weigh is not None:
                 weights[here] = weigh(token_weights[here], losses[here])
-            if grad_hidden is None and grad_weight is None:
-                continue
-            grad = cross_entropy.gradient(logits, words, own, joined, weights[here], hidden.dtype)
-            del logits  # in the type of the gradient, or gone before the next ones come
+            grad = None
+            if any(ctx.needs_input_grad[:2]):
+                grad = cross_entropy.gradient(logits, words, own, joined, weights[here], hidden.dtype)
+            del logits  # now the gradient, or not needed any more
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[here])
-            if grad_weight is not None:
-                add_matmul_(grad_weight, grad.T, hidden[here])
-            del grad
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+            if ctx.needs_input_grad[1]:
+                if grad_weight is None:
+                    grad_weight = matmul(grad.T, hidden[here], wide)
+                else:
+                    add_matmul_(grad_weight, grad.T, hidden[here])
+            del grad  # gone before the next logits come
+        ctx.buffered = weight if add_to_buffer and hasattr(weight, "main_grad") else None
+        if grad_weight is not None and ctx.buffered is None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
     @staticmethod
     def backward(ctx, grad_sum, _):
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = [None if grad is None else grad * grad_sum.to(grad.dtype) for grad in (grad_hidden, grad_weight)]
-        return *scaled, None, None, None, None
+        if ctx.buffered is None or grad_weight is None:
+            of_weight = _scaled(grad_weight, grad_sum)
+        else:
+            of_weight = _added_to_buffer(ctx.buffered, grad_weight, grad_sum)
+        return _scaled(grad_hidden, grad_sum), of_weight, None, None, None, None, None
+
+
+def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
+    """By a scalar that is not rounded to the gradient's type first, as it would be without a dimension."""
+    return None if gradient is None else torch.mul(gradient, scale.view(1), out=torch.empty_like(gradient))
+
+
+def _added_to_buffer(weight: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    """Returns what stands for the weight's gradient from here on: DistributedDataParallel's hook wants one, and drops it."""
+    weight.main_grad.addcmul_(gradient, scale)
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)

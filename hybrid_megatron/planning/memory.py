@@ -240,15 +240,16 @@ def backward_bytes(layout: Layout, layer: Layer) -> int:
 
 
 def loss_bytes(layout: Layout) -> int:
-    """The last norm and the cross entropy, at its product for the weight's gradient (ops/linear_cross_entropy.py).
+    """The last norm and the cross entropy (ops/linear_cross_entropy.py), at its product for the weight's gradient or in its backward pass.
 
-    The norm's input and output, h t e / S each, gathered h t e, gradient of the hidden states h t e; a chunk of logits in float32 and its
-    gradient in the activations' type; the weight's gradient in float32, 4 h V / T.
+    In both the norm's input and output, h t e / S each, gathered h t e, gradient of the hidden states h t e, and the weight's gradient in
+    float32, 4 h V / T. Before, a chunk of logits in float32, whose place their gradient takes; after, the gradient of the hidden states
+    once more, scaled, and what stands for the weight's, e h V / T.
     """
     config, tensor = layout.config, layout.config.parallel.tensor
     words = config.model.vocab_size // tensor
+    weight = words * config.model.hidden_size
+    gathered = _residual(layout) * layout.residual_share
+    hidden = norm_bytes(layout) + gathered * (2 if layout.residual_share > 1 else 1)
     chunk = words * min(chunk_tokens(words), layout.local_tokens)
-    weight = 4 * words * config.model.hidden_size
-    copy = chunk * layout.element if layout.element == 2 else 0
-    hidden = norm_bytes(layout) + _residual(layout) * layout.residual_share * (2 if layout.residual_share > 1 else 1)
-    return hidden + 4 * chunk + copy + weight
+    return hidden + 4 * weight + max(4 * chunk, gathered + layout.element * weight)

@@ -27,6 +27,9 @@ class FusedAdamW(torch.optim.Optimizer):
     counts it up).
     """
 
+    divisor: float | None = None
+    """What the next step, and it alone, divides gradients by as it reads them. The kernel writes them back divided."""
+
     def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode=True, capturable=False):
         assert adam_w_mode and not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -34,6 +37,7 @@ class FusedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         assert closure is None
+        divisor, self.divisor = self.divisor, None
         for group in self.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
             params = [p for p in group["params"] if p.grad is not None]
@@ -42,7 +46,8 @@ class FusedAdamW(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            step = torch.full((), float(group["step"]), device=params[0].device)  # torch.tensor would wait for the device
+            device = params[0].device
+            step = torch.full((), float(group["step"]), device=device)  # torch.tensor would wait for the device
             torch._fused_adamw_(
                 params,
                 [p.grad for p in params],
@@ -57,7 +62,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
-                grad_scale=None,
+                grad_scale=None if divisor is None else torch.full((), divisor, device=device),
                 found_inf=None,
             )
 
@@ -104,6 +109,15 @@ def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, weight_decay: f
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def clip_next_step(optimizer: MegatronOptimizer, max_norm: float, norm: float) -> None:
+    """Have the next step divide gradients whose global norm is `norm` by (norm + 1e-6) / max_norm where that is above 1, as megatron-core's
+    clip_grad_by_total_norm_fp32 does in a pass of its own."""
+    divisor = min((norm + 1e-6) / max_norm, torch.finfo(torch.float32).max)
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:  # of a rank without parameters
+            part.optimizer.divisor = divisor if divisor > 1 else None
 
 
 def _use_fused_adamw() -> None:

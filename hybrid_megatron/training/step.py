@@ -17,11 +17,11 @@ from hybrid_megatron.model.hybrid_model import TokenLoss
 from hybrid_megatron.ops.longce import longce_weights
 from hybrid_megatron.parallel import ParallelState
 from hybrid_megatron.training.longce import short_losses
+from hybrid_megatron.training.optimizer import clip_next_step
 from hybrid_megatron.training.stability import Decision
 from hybrid_megatron.training.watchdog import UNWATCHED, Watch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 
@@ -110,7 +110,7 @@ def train_step(
     losses = sums.read()
     decision = judge(step + 1, losses.loss, grad_norm)
     if decision.update:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=config.optimizer.clip_grad, total_norm=grad_norm)
+        clip_next_step(optimizer, config.optimizer.clip_grad, grad_norm)
         optimizer.step_with_ready_grads()
     return StepResult(losses, grad_norm, batches.seconds, decision)
 

@@ -1,7 +1,8 @@
 """Gradients of weights, added to megatron-core's float32 gradient buffers by the matrix product that makes them.
 
 megatron-core calls an extension of Apex for it, fused_weight_gradient_mlp_cuda. This is the same in torch: gradients are not rounded to
-bfloat16 on their way, and a copy and a sum of every weight's gradient are saved.
+bfloat16 on their way, and a copy and a sum of every weight's gradient are saved. The output layer, whose gradient is made with the loss,
+adds it itself where the same switch is on (ops/linear_cross_entropy.py).
 """
 
 from types import SimpleNamespace

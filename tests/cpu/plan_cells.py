@@ -142,14 +142,15 @@ def layer_without_mixers(words: list[str]) -> tuple[int, int, int]:
 
 
 def loss(words: list[str], tokens: int, chunk_elements: int) -> int:
-    """Most bytes in memory while the cross entropy of `tokens` tokens runs, its input aside."""
+    """Most bytes in memory while the cross entropy of `tokens` tokens runs forward and backward, inputs and the weight's buffer aside."""
     config = load_recipe(words)
     with start(config.parallel, config.seed) as state, patch.object(loss_module, "CHUNK_ELEMENTS", chunk_elements):
         hidden = torch.randn(tokens, config.model.hidden_size, requires_grad=True)
         weight = torch.randn(config.model.vocab_size // config.parallel.tensor, config.model.hidden_size, requires_grad=True)
+        weight.main_grad = torch.zeros_like(weight)
         targets, weights = torch.zeros(tokens, dtype=torch.long), torch.ones(tokens)
         with Allocated() as allocated:
-            loss_module.linear_cross_entropy(hidden, weight, targets, weights, state.groups.tp)
+            loss_module.linear_cross_entropy(hidden, weight, targets, weights, state.groups.tp, add_to_buffer=True)[0].backward()
         return allocated.most
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from hybrid_megatron.ops import linear_cross_entropy as module
 from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
 from tests.cpu import op_cells
+from tests.cpu.plan_cells import Allocated
 from tests.definitions import relative_error
 
 TOKENS, WIDTH, VOCAB = 50, 12, 96
@@ -102,6 +103,38 @@ def test_the_gradient_is_scaled_by_what_comes_from_behind():
     assert torch.allclose(hidden.grad, -2.5 * plain[2], rtol=1e-12) and torch.allclose(weight.grad, -2.5 * plain[3], rtol=1e-12)
 
 
+def test_the_scale_is_not_rounded():
+    """A third is 0.2% larger in bf16: so would be all gradients."""
+    inputs = draw(torch.bfloat16)
+    plain = found(*inputs)
+    hidden, weight = (x.clone().requires_grad_() for x in inputs[:2])
+    (linear_cross_entropy(hidden, weight, *inputs[2:], Alone())[0] / 3).backward()
+    for scaled, whole in ((hidden.grad, plain[2]), (weight.grad, plain[3])):
+        assert torch.equal(scaled, (whole.float() * (torch.ones(()) / 3)).bfloat16())
+
+
+@pytest.mark.parametrize("chunk_elements", CHUNKS)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-9)])
+def test_the_gradient_is_added_to_the_weights_buffer(monkeypatch, dtype, bound, chunk_elements):
+    """In float32, scaled, to what is there: of bf16 only the gradient of the logits is rounded. Without a buffer nothing changes."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    inputs = draw(dtype)
+    plain, expected = found(*inputs), exact(*inputs)
+    hidden, weight = (x.clone().requires_grad_() for x in inputs[:2])
+    linear_cross_entropy(hidden, weight, *inputs[2:], Alone(), add_to_buffer=True)[0].backward()
+    assert torch.equal(weight.grad, plain[3]) and not hasattr(weight, "grad_added_to_main_grad")
+
+    start = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(1))
+    weight.main_grad, weight.grad_added_to_main_grad, hidden.grad = start.clone(), False, None
+    for _ in range(2):
+        total, losses = linear_cross_entropy(hidden, weight, *inputs[2:], Alone(), add_to_buffer=True)
+        (total * 3).backward()
+        weight.grad = None  # not the gradient
+    assert weight.grad_added_to_main_grad and torch.equal(losses, plain[1])
+    assert relative_error(weight.main_grad - start, 6 * expected[3]) <= bound
+    assert relative_error(hidden.grad, 6 * expected[2]) <= 2 * bound
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_what_needs_no_gradient_gets_none(frozen):
     inputs = draw()
@@ -127,6 +160,15 @@ def test_without_gradients_it_forms_none(monkeypatch):
     with torch.no_grad():
         linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), *others, Alone())
     assert len(products) == 1
+
+
+def test_without_gradients_there_is_one_chunk_of_logits_at_a_time(monkeypatch):
+    """Of 7 tokens; results of 50 tokens and the targets of a chunk beside it."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 7 * VOCAB)
+    inputs = draw()
+    with torch.no_grad(), Allocated() as allocated:
+        linear_cross_entropy(*inputs, Alone())
+    assert 8 * 7 * VOCAB < allocated.most < 1.5 * 8 * 7 * VOCAB
 
 
 def by_loss(known: Tensor, losses: Tensor) -> Tensor:

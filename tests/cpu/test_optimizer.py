@@ -11,11 +11,13 @@ from hybrid_megatron.data import open_dataset
 from hybrid_megatron.parallel import start
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.loop import train_step
-from hybrid_megatron.training.optimizer import FusedAdamW, set_hyperparameters
+from hybrid_megatron.training.optimizer import FusedAdamW, clip_next_step, set_hyperparameters
 from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import gradient_norm
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from tests.cpu import cells
 from tests.cpu.tiny import tiny_words
+from tests.definitions import relative_error
 
 
 def test_fused_adamw_is_adamw():
@@ -80,7 +82,7 @@ def test_gradients_of_weights_are_not_rounded_on_their_way(ranks, tiny_data):
     """In bf16 the product adds them to float32 buffers; through a gradient in bf16 they would be numbers of that type."""
     words = tiny_words(tiny_data, "run_dir=unused", "train.precision=bf16", "train.micro_batch=8", "train.batch_tokens=512")
     [(_, _, gradients)] = ranks.run(1, cells.loss_and_gradients, words)
-    for ending in ("out_proj.weight", "linear_fc1.weight", "linear_fc2.weight"):
+    for ending in ("out_proj.weight", "linear_fc1.weight", "linear_fc2.weight", "output_layer.weight"):
         found = [torch.from_numpy(gradient) for name, _, _, gradient in gradients if name.endswith(ending)]
         assert found and all((gradient != gradient.bfloat16().float()).any() for gradient in found), ending
 
@@ -106,6 +108,54 @@ def test_clipping(ranks, tiny_data):
     [(same, used, _)] = ranks.run(1, one_step, words, norm / 3)
     assert same == norm, "logged before clipping"
     assert used == pytest.approx(norm / 3, rel=1e-4)
+
+
+def steps(words: list[str], clip: float, separately: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """(gradient norms, the optimizer's parameters) after three steps, clipped in the optimizer's kernel, or before it by megatron-core."""
+    config = load_recipe([*words, f"optimizer.clip_grad={clip}"])
+    data = open_dataset(config, "train")
+
+    def clip_before(optimizer, max_norm: float, norm: float) -> None:
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm, norm)
+
+    with start(config.parallel, config.seed) as state, pytest.MonkeyPatch.context() as patched:
+        if separately:
+            patched.setattr("hybrid_megatron.training.step.clip_next_step", clip_before)
+        trainer = build_trainer(config, state, data, None)
+        set_hyperparameters(trainer.optimizer, 1e-3, 0.1)
+        judge = Stability(config).judge
+        norms = [
+            train_step(config, trainer.model, trainer.optimizer, trainer.train_stream, step, state, judge).grad_norm for step in range(3)
+        ]
+        return norms, [parameter.detach().clone() for parameter in trainer.optimizer.get_parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("active", [True, False])
+def test_clipping_is_that_of_megatron_core(ranks, tiny_data, active, precision):
+    """Its division is a rounding away from megatron-core's multiplication, 2^-24 of a gradient, where it clips; else all is equal."""
+    words = tiny_words(tiny_data, "run_dir=unused", f"train.precision={precision}")
+    clip = 0.05 if active else 1e6
+    [(norms, found)], [(expected_norms, expected)] = (ranks.run(1, steps, words, clip, separately) for separately in (False, True))
+    assert all((norm > clip) == active for norm in norms)
+    assert norms == pytest.approx(expected_norms, rel=1e-6 if active else 0)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) <= (1e-7 if active else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_step_is_clipped_and_the_next_is_not(dtype):
+    """Over several optimizers, one of them of a rank without parameters; the first moment of the first step is a tenth of its gradient."""
+    parts = [FusedAdamW([torch.nn.Parameter(torch.ones(9, dtype=dtype))], 1e-2, (0.9, 0.95), 1e-8, 0.0) for _ in range(2)]
+    chain = [SimpleNamespace(optimizer=part, is_stub_optimizer=False) for part in parts]
+    chain.append(SimpleNamespace(optimizer=None, is_stub_optimizer=True))
+    for expected, norm in (((1 - 0.9) * 2, 12.0), (0.9 * 0.2 + 0.1 * 8, 2.0), (0.9 * 0.98, 1e300)):
+        clip_next_step(SimpleNamespace(chained_optimizers=chain), 3.0, norm)
+        for part in parts:
+            [parameter] = part.param_groups[0]["params"]
+            parameter.grad = torch.full_like(parameter, 8)
+            part.step()
+            assert part.state[parameter]["exp_avg"].tolist() == pytest.approx([expected] * 9, rel=1e-2 if dtype is torch.bfloat16 else 1e-6)
 
 
 def gradient_norm_of(parts: list[torch.Tensor]) -> float:

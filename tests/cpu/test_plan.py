@@ -286,7 +286,7 @@ def test_norms_residuals_and_swiglu(ranks, tiny_data, overrides):
 
 @pytest.mark.parametrize("chunk", [32, 256])
 def test_cross_entropy(ranks, tiny_data, chunk):
-    """512 tokens in chunks of 32, whose logits are smaller than the weight's gradient, and of 256, whose are larger."""
+    """512 tokens in chunks of 32, when the backward pass needs most, and of 256, when logits do."""
     words = tiny_words(tiny_data, "run_dir=unused", "model.vocab_size=4096", "model.hidden_size=64", "train.micro_batch=8")
     config = load_recipe(words)
     of = Layout(config, plan_layers(config), 1)

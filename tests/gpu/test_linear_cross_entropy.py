@@ -37,7 +37,7 @@ def draw(tokens: int, width: int) -> tuple[torch.Tensor, ...]:
 
 def test_losses_and_gradients():
     """More tokens than one chunk of logits holds."""
-    hidden, weight, targets, weights = draw(3500, 256)
+    hidden, weight, targets, weights = draw(7000, 256)
     assert len(hidden) * VOCAB > 2 * module.CHUNK_ELEMENTS
     fast_hidden, fast_weight = (x.clone().requires_grad_() for x in (hidden, weight))
     total, losses = linear_cross_entropy(fast_hidden, fast_weight, targets, weights, Alone())
@@ -56,14 +56,36 @@ def test_losses_and_gradients():
     assert torch.equal(fast_hidden.grad[5:8], torch.zeros_like(fast_hidden.grad[5:8]))
 
 
+def test_the_gradient_is_added_to_the_weights_buffer():
+    """In float32, scaled, to what is there: only the gradient of the logits is rounded to bf16, 2^-8 at most."""
+    hidden, weight, targets, weights = draw(4000, 256)
+    assert len(hidden) * VOCAB > module.CHUNK_ELEMENTS
+    exact_hidden, exact_weight = hidden.double(), weight.double().requires_grad_()
+    (F.cross_entropy(exact_hidden @ exact_weight.T, targets, reduction="none") * weights).sum().backward()
+
+    hidden.requires_grad_(), weight.requires_grad_()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape, device="cuda"), False
+    for scale in (3, 1 / 3):
+        (linear_cross_entropy(hidden, weight, targets, weights, Alone(), add_to_buffer=True)[0] * scale).backward()
+        weight.grad = None  # not the gradient
+    assert weight.grad_added_to_main_grad
+    assert relative_error(weight.main_grad, exact_weight.grad * (3 + 1 / 3)) <= 2**-8
+    assert bool((weight.main_grad != weight.main_grad.bfloat16().float()).any())
+
+
 def test_memory_is_far_below_the_whole_logits():
-    """16,384 tokens: the logits in float32 would be 7.8 GiB, and torch's way holds them and their gradient."""
+    """16,384 tokens: the logits in float32 would be 7.8 GiB, and torch's way holds them and their gradient.
+
+    A chunk of logits in float32, whose place their gradient takes, and the weight's gradient in float32: the products copy neither.
+    """
     hidden, weight, targets, weights = draw(16_384, 512)
     hidden.requires_grad_(), weight.requires_grad_()
+    weight.main_grad = torch.zeros(weight.shape, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_cross_entropy(hidden, weight, targets, weights, Alone())[0].backward()
+    linear_cross_entropy(hidden, weight, targets, weights, Alone(), add_to_buffer=True)[0].backward()
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak {peak / 2**30:.2f} GiB")
     assert peak < 4 * len(hidden) * VOCAB / 4
+    assert peak < 1.1 * 4 * (module.chunk_tokens(VOCAB) * VOCAB + weight.numel())  # cuBLAS's workspace among the rest

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.model.attention.rope import rotate
+from hybrid_megatron.ops import cross_entropy_kernels
 from hybrid_megatron.ops.gated_norm import GATES, gated_norm
-from hybrid_megatron.ops.matmul import add_matmul_
+from hybrid_megatron.ops.matmul import add_matmul_, matmul
 from hybrid_megatron.ops.rms_norm import rms_norm, rms_norm_and_input
 from hybrid_megatron.ops.row_copy import batch_first, copy_rows
 from hybrid_megatron.ops.silu import silu, unit_silu
@@ -147,6 +148,44 @@ def test_norm_with_the_gradient_of_its_input():
         return both
 
     check(form(lambda x, w: rms_norm_and_input(x, w, 1e-5)), form(lambda x, w: (F.rms_norm(x, w.shape, w, 1e-5), x)), x, weight)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2**-8), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("rows, words", [(7, 9), (64, 4097), (3072, 128_256)])
+def test_gradient_of_logits_in_their_place(rows, words, dtype, bound):
+    """Every element by itself: a block stored over logits that were still to be read would be far off in a few. Seen five times."""
+    logits = draw(rows, words, dtype=torch.float32)
+    targets = torch.randint(-words, words, (rows,), device="cuda")  # others' words among them
+    weights = draw(rows, dtype=torch.float32, seed=1).abs()
+    highest, total, chosen = cross_entropy_kernels.row_sums(logits, targets)
+    mine, word = targets >= 0, targets.clamp(min=0)
+    assert torch.equal(chosen, logits.gather(1, word[:, None])[:, 0] * mine)
+    expected = (logits - highest[:, None]).exp() / total[:, None]
+    expected[torch.arange(rows, device="cuda"), word] -= mine.float()
+    expected *= weights[:, None]
+    for _ in range(5):
+        overwritten = logits.clone()
+        found = cross_entropy_kernels.gradient(overwritten, targets, highest, total, weights, dtype)
+        assert found.dtype is dtype and found.data_ptr() == overwritten.data_ptr()
+        torch.testing.assert_close(found.float(), expected, rtol=bound, atol=0)
+
+
+def test_products_of_rows_with_gaps():
+    """As the gradient of logits lies: no product copies it, 164 MB, or takes other than a workspace."""
+    rows = draw(4096, 40_000, dtype=torch.bfloat16)[:, :20_000]
+    right, inputs = draw(20_000, 64, dtype=torch.bfloat16, seed=1), draw(4096, 64, dtype=torch.bfloat16, seed=2)
+    out, total = torch.empty_like(inputs), draw(20_000, 64, dtype=torch.float32)
+    exact = rows.double().t() @ inputs.double()
+    expected = total.double() + exact
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.mm(rows, right, out=out)
+    first = matmul(rows.t(), inputs, torch.float32)
+    add_matmul_(total, rows.t(), inputs)
+    assert torch.cuda.max_memory_allocated() - before < rows.numel()
+    assert relative_error(out, rows.double() @ right.double()) <= BOUNDS[torch.bfloat16]
+    assert relative_error(first, exact) <= 2e-6 and relative_error(total, expected) <= 2e-6
 
 
 def test_sum_of_weight_gradients():
