@@ -30,7 +30,7 @@ def main(words: list[str]) -> None:
 
 def _submit(recipes: list[list[str]], options: dict[str, str], sbatch_options: list[str]) -> None:
     from hybrid_megatron.code_version import ROOT
-    from hybrid_megatron.slurm import stage, submission  # after the words are read: these import torch
+    from hybrid_megatron.slurm import checks, stage, submission  # after the words are read: these import torch
     from hybrid_megatron.slurm.cluster_env import check_cluster_env
     from hybrid_megatron.slurm.template import TEMPLATES, gpus_of
 
@@ -41,11 +41,11 @@ def _submit(recipes: list[list[str]], options: dict[str, str], sbatch_options: l
     waiting = []
     for number, each in enumerate(stages):
         with each.named():
-            plan = stage.check(each, gpus, stages[:number], after_another)
-            if stage.is_complete(each.config):
+            plan = checks.check(each, gpus, stages[:number], after_another)
+            if checks.is_complete(each.config):
                 print(f"complete   {each.config.name}: all its steps are done, in {each.config.run_dir}; nothing to submit")
             else:
-                stage.check_place(Path(each.config.run_dir))
+                checks.check_place(Path(each.config.run_dir))
                 waiting.append((each, plan))
     code, jobs = submission.code_with(template), []
     for each, plan in waiting:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_megatron.errors import RunError
+from hybrid_megatron.slurm.checks import check_free
 from hybrid_megatron.slurm.cluster_env import ask_sbatch, cluster_env
 from hybrid_megatron.slurm.jobs import RECIPE, record, told_by
 from hybrid_megatron.slurm.snapshot import Snapshot, snapshot
-from hybrid_megatron.slurm.stage import Stage, check_free, write_recipe
+from hybrid_megatron.slurm.stage import Stage, write_recipe
 
 
 def code_with(template: Path) -> Snapshot:

@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_megatron.config import RunConfig, load_recipe
 from hybrid_megatron.errors import ConfigError
-from hybrid_megatron.slurm import layout, stage
+from hybrid_megatron.slurm import checks, layout
 from hybrid_megatron.slurm.layout import Handed, words_of_job
 from hybrid_megatron.slurm.template import TEMPLATES
 from launch import submit
@@ -21,7 +21,7 @@ SIZES = [path.stem for path in sorted((CHECKOUT / "recipes/models").glob("*.yaml
 
 @pytest.fixture(autouse=True)
 def no_data(monkeypatch):
-    monkeypatch.setattr(stage, "open_dataset", lambda config, split: None)
+    monkeypatch.setattr(checks, "open_dataset", lambda config, split: None)
 
 
 def trained(script: str | Path, words: list[str], folder: Path) -> RunConfig:
