@@ -33,6 +33,7 @@ class FixedDecay(Recurrence):
 
     input_names = ("q", "k", "v")
     constant_transition = True
+    states_by_kernels = True
 
     def __init__(self, log_decay: Tensor):
         assert log_decay.dtype in (torch.float32, torch.float64), f"decays in {log_decay.dtype}"

@@ -89,6 +89,7 @@ class GatedDeltaRule(MatrixTransition):
     """Inputs q, k [b, s, n, K], v [b, s, n, V], g, beta [b, s, n] float32; transitions [b, n, K, K]."""
 
     input_names = ("q", "k", "v", "g", "beta")
+    states_by_kernels = True
 
     def run(self, inputs, *, scale, initial_state=None, document_starts=None):
         return gated_delta_rule(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)

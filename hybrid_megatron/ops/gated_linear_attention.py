@@ -23,6 +23,7 @@ class GatedLinearAttention(Recurrence):
     """Inputs q, k [b, s, n, K], v [b, s, n, V], g [b, s, n, K] float32; transitions [b, n, K, 1]."""
 
     input_names = ("q", "k", "v", "g")
+    states_by_kernels = True
 
     def run(self, inputs, *, scale, initial_state=None, document_starts=None):
         if not inputs[0].is_cuda:

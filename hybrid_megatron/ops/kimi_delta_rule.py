@@ -28,6 +28,7 @@ class KimiDeltaRule(MatrixTransition):
     """Inputs q, k [b, s, n, K], v [b, s, n, V], g [b, s, n, K], beta [b, s, n] float32; transitions [b, n, K, K]."""
 
     input_names = ("q", "k", "v", "g", "beta")
+    states_by_kernels = True
 
     def run(self, inputs, *, scale, initial_state=None, document_starts=None):
         if not inputs[0].is_cuda:

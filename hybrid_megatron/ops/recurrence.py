@@ -20,6 +20,8 @@ class Recurrence(ABC):
     """q, k, v first, then gates."""
     constant_transition = False
     """Whether all spans of one length have the same transition, but for document starts."""
+    states_by_kernels = False
+    """Whether `summary` and `initial_state_gradient` are passes over states alone on CUDA, at a fraction of the recurrence's own time."""
 
     @abstractmethod
     def run(

@@ -180,11 +180,13 @@ def kept_by_layer(layout: Layout, layer: Layer) -> int:
 
 def layer_bytes(layout: Layout, layer: Layer) -> int:
     """What a layer keeps with nothing recomputed: both norms, the input projection's weight in block order, the mixers, what the output
-    projection takes, the SwiGLU block."""
-    model, tensor = layout.config.model, layout.config.parallel.tensor
+    projection takes, unless that is the output of a mixer's kernel as it is, the SwiGLU block."""
+    model, parallel = layout.config.model, layout.config.parallel
     order = UnitOrder(model, layer.groups)
-    weight = order.computed_rows(tensor) * model.hidden_size * layout.element
-    joined = order.columns // tensor * layout.local_tokens * layout.element
+    weight = order.computed_rows(parallel.tensor) * model.hidden_size * layout.element
+    first, *others = layer.groups
+    as_it_is = not others and parallel.context == 1 and MIXERS[first.mixer].keeps_its_output(model)
+    joined = 0 if as_it_is else order.columns // parallel.tensor * layout.local_tokens * layout.element
     return 2 * norm_bytes(layout) + weight + mixer_bytes(layout, layer) + joined + mlp_bytes(layout)
 
 

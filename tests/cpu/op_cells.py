@@ -12,6 +12,7 @@ from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.initialize import sharded_tensors
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import linear_cross_entropy as linear_cross_entropy_module
+from hybrid_megatron.ops import state_passing
 from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
 from hybrid_megatron.ops.recurrence import Recurrence
@@ -35,11 +36,18 @@ def cross_entropy_over_ranks(
 
 
 def mixing_over_ranks(
-    size: int, kind: str, inputs: list[Tensor], weights: Tensor, starts: Tensor | None, scale: float, recurrence: Recurrence | None = None
+    size: int,
+    kind: str,
+    inputs: list[Tensor],
+    weights: Tensor,
+    starts: Tensor | None,
+    scale: float,
+    recurrence: Recurrence | None = None,
+    pieces: int = 1,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(local positions, local output, gradients of the local inputs) with the sequence cut over all ranks: of "attention", or of a
-    recurrence by passing "states" or by exchanging "heads"."""
-    with start(ParallelConfig(context=size), 0) as state:
+    recurrence by passing "states", chunks cut into so many pieces, or by exchanging "heads"."""
+    with start(ParallelConfig(context=size), 0) as state, patch.object(state_passing, "pieces_of_a_chunk", lambda *_: pieces):
         layout = SequenceLayout(inputs[0].shape[1], size, state.context_rank, starts)
         leaves = [layout.local(x).clone().requires_grad_() for x in inputs]
         if kind == "attention":

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hybrid_megatron.ops.fixed_decay import FixedDecay
 from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.state_passing import pieces_of_a_chunk
+from hybrid_megatron.parallel import SequenceLayout
 from tests.cpu import op_cells
 from tests.cpu.recurrence_cases import KINDS, SCALE, definition_of, draw, rule_of, starts_at
 from tests.definitions import relative_error
@@ -35,9 +37,10 @@ def whole(kind: str, heads: int, starts: str, keeps_all: bool) -> tuple[Recurren
     return rule, inputs, weights, o.detach(), [x.grad for x in leaves]
 
 
-def check(ranks, size: int, way: str, case: tuple, starts: str) -> None:
+def check(ranks, size: int, way: str, case: tuple, starts: str, pieces: int = 1) -> None:
     rule, inputs, weights, expected, gradients = case
-    for positions, o, mine in ranks.run(size, op_cells.mixing_over_ranks, size, way, inputs, weights, STARTS[starts], SCALE, rule):
+    given = (size, way, inputs, weights, STARTS[starts], SCALE, rule, pieces)
+    for positions, o, mine in ranks.run(size, op_cells.mixing_over_ranks, *given):
         assert relative_error(o, expected[:, positions]) <= 1e-12
         for name, local, exact in zip(rule.input_names, mine, gradients):
             assert relative_error(local, exact[:, positions]) <= 1e-12, name
@@ -49,6 +52,41 @@ def check(ranks, size: int, way: str, case: tuple, starts: str) -> None:
 def test_passing_states_computes_the_whole(ranks, size, kind, starts, keeps_all):
     """Three heads, which divide by neither number of ranks."""
     check(ranks, size, "states", whole(kind, 3, starts, keeps_all), starts)
+
+
+@pytest.mark.parametrize("starts", ["none", "documents"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_pieces_of_chunks_compute_the_whole(ranks, size, kind, starts):
+    """As on a GPU that samples and heads do not fill: three pieces of each chunk, on one rank and on two."""
+    check(ranks, size, "states", whole(kind, 3, starts, False), starts, pieces=3)
+
+
+class OnAGpu:
+    is_cuda = True
+
+    def __init__(self, *shape: int):
+        self.shape = shape
+
+
+@pytest.mark.parametrize(
+    "batch, context, ranks, heads, expected",
+    [
+        (8, 4096, 1, 12, 1),  # full as it is
+        (1, 32_768, 1, 12, 8),  # 96 heads of pieces of 4,096 tokens
+        (1, 131_072, 2, 12, 4),  # two chunks of 32,768: 96 again
+        (1, 8192, 1, 4, 4),  # no shorter than 2,048
+        (1, 32_768 + 128, 1, 12, 2),  # whole chunks of the kernels
+        (1, 32_768, 8, 12, 1),
+    ],
+)
+def test_how_many_pieces(batch, context, ranks, heads, expected):
+    layout = SequenceLayout(context, ranks, 0)
+    q = OnAGpu(batch, layout.local_length, heads, 128)
+    assert pieces_of_a_chunk(rule_of("gdn"), q, layout) == expected
+    assert pieces_of_a_chunk(rule_of("rwkv7"), q, layout) == 1, "its passes over states take longer than it does"
+    with torch.no_grad():
+        assert pieces_of_a_chunk(rule_of("gdn"), q, layout) == 1
 
 
 @pytest.mark.parametrize("starts", ["none", "documents"])

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hybrid_megatron import platform
+from hybrid_megatron.ops import state_passing
 from hybrid_megatron.ops.kernel_check import example
+from hybrid_megatron.parallel import SequenceLayout
 from tests.cpu.recurrence_cases import KINDS
 
 BATCH, TOKENS, HEADS = 2, 200, 4
@@ -71,3 +73,28 @@ def test_float32(kind):
     expected = (*exact_rule.summary(exact), exact_rule.initial_state_gradient(exact, grad.double(), scale=0.125))
     for name, mine, theirs in zip(("transition", "added", "gradient"), found, expected):
         check(f"{kind} float32 {name}", mine, theirs, 4e-3)  # TF32
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "rwkv7"])
+def test_pieces_compute_what_the_whole_does(monkeypatch, kind, masked):
+    """Output and gradients, each off by roundings of its own; gates by those of sums within chunks (test_recurrence_kernels.py)."""
+    monkeypatch.setattr(state_passing, "_SHORTEST", 512)
+    rule, inputs = example(kind, HEADS, 128, torch.bfloat16, DEVICES[0], BATCH, 4096)
+    layout = SequenceLayout(4096)
+    if masked:
+        starts = torch.zeros(BATCH, 4096, dtype=torch.bool)
+        starts[0, [0, 70, 1024, 3000]] = starts[1, 2000] = True
+        layout = SequenceLayout(4096, document_starts=starts.to(DEVICES[0]))
+    assert state_passing.pieces_of_a_chunk(rule, inputs[0], layout) == 8
+    grad = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICES[0])
+
+    def results(form) -> list[torch.Tensor]:
+        leaves = tuple(x.detach().requires_grad_() for x in inputs)
+        o = form(leaves)
+        return [o.detach(), *torch.autograd.grad(o, leaves, grad)]
+
+    found = results(lambda leaves: state_passing.recurrence_over_ranks(rule, leaves, 128**-0.5, layout, None))
+    whole = results(lambda leaves: rule.run(leaves, scale=128**-0.5, document_starts=layout.document_starts)[0])
+    for name, mine, theirs in zip(("output", *rule.input_names), found, whole):
+        check(f"{kind} {name}", mine.double(), theirs.double().cpu(), 4e-2 if name in ("g", "beta") else 1e-2)

@@ -113,6 +113,11 @@ class Mixer(MegatronModule):
         return tokens * sum(cls.shared_rows(model, group).values()) * element
 
     @classmethod
+    def keeps_its_output(cls, model: ModelConfig) -> bool:
+        """Whether what it hands to the output projection is among `activation_bytes`, where one rank has the whole sample."""
+        return False
+
+    @classmethod
     @abstractmethod
     def context_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
         """What one context rank receives from others in the forward pass, for one sample of `context` tokens; `element` bytes an

@@ -80,6 +80,10 @@ class SoftmaxMixer(Mixer):
         return tokens * (kept * element + 4 * sums)
 
     @classmethod
+    def keeps_its_output(cls, model: ModelConfig) -> bool:
+        return cls.settings(model).output_gate == "none"
+
+    @classmethod
     def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:
         problems = super().check(model, group, parallel, context)
         kv, gate = model.num_kv_heads or model.num_heads, cls.settings(model).output_gate
