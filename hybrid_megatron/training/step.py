@@ -47,12 +47,16 @@ class LossSums:
     config: RunConfig
 
     def read(self) -> Losses:
-        loss, lm_loss, tokens, *more = self.sums.tolist()
+        return self.read_with(self.sums.new_zeros(()))[0]
+
+    def read_with(self, other: torch.Tensor) -> tuple[Losses, float]:
+        """And another number of the device's, so that it is waited for once."""
+        loss, lm_loss, tokens, *more, number = torch.cat((self.sums, other.to(self.sums.dtype).view(1))).tolist()
         metrics = {}
         if more:
             late = tokens * (1 - self.config.longce.window / self.config.train.context)
             metrics = {"longce_mean_weight": more[0] / tokens, "longce_at_gamma": more[1] / late}
-        return Losses(loss / tokens, lm_loss / tokens, int(tokens), metrics)
+        return Losses(loss / tokens, lm_loss / tokens, int(tokens), metrics), number
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,8 @@ def train_step(
 
     watch.phase("optimizer")
     optimizer.prepare_grads()
-    grad_norm = gradient_norm(optimizer)  # its kernels are on their way before anything waits for the device
-    losses = sums.read()
+    losses, squared = sums.read_with(squared_gradient_norm(optimizer))
+    grad_norm = math.sqrt(squared)
     decision = judge(step + 1, losses.loss, grad_norm)
     if decision.update:
         clip_next_step(optimizer, config.optimizer.clip_grad, grad_norm)
@@ -127,8 +131,8 @@ def forward_backward(
     return _run_schedule(config, model, zip(held, short), count, state, longce=True)
 
 
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Global norm of the reduced gradients, summed in float64; collective.
+def squared_gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
+    """Square of the global norm of the reduced gradients, summed in float64, still on the device; collective.
 
     megatron-core's own, without Apex or TE, is torch.norm in float32, which on a CPU is off by 1e-5 over a million elements: two layouts,
     one with a matrix whole and one with its halves, then clip differently.
@@ -137,7 +141,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float64) if gradients else [torch.zeros((), dtype=torch.float64)]
     total = torch.stack(norms).square().sum().to(platform.device())
     torch.distributed.all_reduce(total, group=optimizer.get_grad_stats_parallel_group())
-    return math.sqrt(total.item())
+    return total
 
 
 def validation_loss(

@@ -27,7 +27,7 @@ def train_disturbed(ranks: Ranks, size: int, words: list[str], factors: dict[int
 
 
 def _disturbed(words: list[str], factors: dict[int, float], norms: dict[int, float], how: dict) -> Ended:
-    plain_step, plain_norm = BatchStream.step, step_module.gradient_norm
+    plain_step, plain_norm = BatchStream.step, step_module.squared_gradient_norm
     now = 0
 
     def step(stream, number):
@@ -36,12 +36,12 @@ def _disturbed(words: list[str], factors: dict[int, float], norms: dict[int, flo
         for batch in plain_step(stream, number):
             yield dataclasses.replace(batch, weights=batch.weights * factors.get(now, 1.0))
 
-    def gradient_norm(optimizer):
-        return plain_norm(optimizer) * norms.get(now, 1.0)
+    def squared_gradient_norm(optimizer):
+        return plain_norm(optimizer) * norms.get(now, 1.0) ** 2
 
     with (
         unittest.mock.patch.object(BatchStream, "step", step),
-        unittest.mock.patch.object(step_module, "gradient_norm", gradient_norm),
+        unittest.mock.patch.object(step_module, "squared_gradient_norm", squared_gradient_norm),
     ):
         return command(words, **how)
 

@@ -171,9 +171,9 @@ def failing(words: list[str], run_dir: Path) -> Ended:
     """In the third step rank 1 fails, and rank 0 by that; as rank 1 lives on here, rank 0 is told what its connection would tell it."""
     from hybrid_megatron.training import step
 
-    plain, calls = step.gradient_norm, []
+    plain, calls = step.squared_gradient_norm, []
 
-    def gradient_norm(optimizer):
+    def squared_gradient_norm(optimizer):
         calls.append(optimizer)
         if len(calls) < 3:
             return plain(optimizer)
@@ -183,7 +183,7 @@ def failing(words: list[str], run_dir: Path) -> Ended:
             time.sleep(0.01)
         raise RuntimeError("Connection closed by peer")
 
-    with unittest.mock.patch.object(step, "gradient_norm", gradient_norm):
+    with unittest.mock.patch.object(step, "squared_gradient_norm", squared_gradient_norm):
         return command(words)
 
 
