@@ -8,6 +8,7 @@ from hybrid_megatron.config.schema import ModelConfig, ParallelConfig
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer
 from hybrid_megatron.model.unit_order import UnitOrder
+from hybrid_megatron.ops.gradient_place import GradientOfSlices
 from hybrid_megatron.ops.row_copy import copy_rows
 from hybrid_megatron.parallel import SequenceLayout
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -95,26 +96,27 @@ class InputProjection(ColumnParallelLinear):
 
 def cut_batch_first(projected: Tensor, order: UnitOrder) -> list[dict[str, Tensor]]:
     """`order.cut` of projected [s, b, rows] as [b, s, rows]."""
-    parts = iter(_Cut.apply(projected, order))
+    parts = iter(_Cut.apply(projected, order, GradientOfSlices.of(projected)))
     return [{name: next(parts) for name in part} for part in order.cut(projected)]
 
 
 class _Cut(torch.autograd.Function):
-    """The gradients of all parts are put side by side as the projection has them: torch would join them batch first and turn them round."""
+    """The gradients of all parts lie side by side as the projection has them: torch would join them batch first and turn them round."""
 
     @staticmethod
-    def forward(ctx, projected: Tensor, order: UnitOrder) -> tuple[Tensor, ...]:
-        ctx.order, ctx.shape = order, projected.shape
+    def forward(ctx, projected: Tensor, order: UnitOrder, gradient: GradientOfSlices) -> tuple[Tensor, ...]:
+        ctx.order, ctx.gradient = order, gradient
         return tuple(rows for part in order.cut(projected.transpose(0, 1)) for rows in part.values())
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
-        joined = gradients[0].new_empty(ctx.shape)
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        joined = ctx.gradient.take()
         places = [place for part in ctx.order.cut(joined.transpose(0, 1)) for place in part.values()]
         joined[..., sum(place.shape[-2:].numel() for place in places) :] = 0
         for place, gradient in zip(places, gradients):
-            copy_rows(gradient, place)
-        return joined, None
+            if gradient.data_ptr() != place.data_ptr():
+                copy_rows(gradient, place)
+        return joined, None, None
 
 
 class SharedProjection(torch.nn.Module):

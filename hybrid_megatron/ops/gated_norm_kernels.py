@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_megatron.ops.row_layout import dense_rows, empty_like, lies_sequence_first, steps_between_rows
+from hybrid_megatron.ops.gradient_place import place_of_gradient
+from hybrid_megatron.ops.row_layout import dense_rows, empty_for_gradient, empty_like, steps_between_rows
 
 _ROWS = 16  # of a program at once
 _PROGRAMS = 1024  # about as many in the backward pass: each has a sum of its own for the weight
@@ -98,11 +99,11 @@ def forward(o: Tensor, weight: Tensor, z: Tensor, eps: float, gate: str) -> Tens
     return out
 
 
-def gradients(grad: Tensor, o: Tensor, weight: Tensor, z: Tensor, eps: float, gate: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of o (batch first), weight and z (in z's order), from that of the output [b, s, n, d]."""
+def gradients(grad: Tensor, o: Tensor, weight: Tensor, z: Tensor, of_z: Tensor, eps: float, gate: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of o (batch first), weight and z (written to of_z), from that of the output [b, s, n, d]."""
     grad, o, weight, z = dense_rows(grad), dense_rows(o), weight.contiguous(), dense_rows(z)
     batch, tokens, heads, width = o.shape
-    of_o, of_z = empty_like(o, sequence_first=False), empty_like(z, sequence_first=lies_sequence_first(z))
+    of_o = empty_like(o, sequence_first=False)
     step, strides = steps_between_rows(grad, o, z, of_o, of_z)
     rows_each = triton.cdiv(triton.cdiv(batch * tokens * heads, _PROGRAMS), _ROWS) * _ROWS
     grid = triton.cdiv(tokens * heads, rows_each), batch
@@ -119,9 +120,10 @@ class GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o: Tensor, weight: Tensor, z: Tensor, eps: float, gate: str) -> Tensor:
         ctx.save_for_backward(o, weight, z)
-        ctx.eps, ctx.gate = eps, gate
+        ctx.eps, ctx.gate, ctx.place = eps, gate, place_of_gradient(z)
         return forward(o, weight, z, eps, gate)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(grad, *ctx.saved_tensors, ctx.eps, ctx.gate), None, None
+        of_z = empty_for_gradient(ctx.saved_tensors[2], ctx.place)
+        return *gradients(grad, *ctx.saved_tensors, of_z, ctx.eps, ctx.gate), None, None

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_megatron.ops.gradient_place import place_of_gradient
 from hybrid_megatron.ops.row_layout import dense_rows, empty_like, lies_sequence_first, steps_between_rows
 
 _HEADS = 16  # of a program
@@ -32,13 +33,11 @@ def _rotate(
     tl.store(target + half, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int, *, sequence_first: bool) -> Tensor:
-    """x [b, s, n, d] by sign times the angles whose cos and sin [b or 1, s, d/2] float32 are given: a new tensor without gaps, in memory
-    sequence first or batch first."""
+def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> Tensor:
+    """x [b, s, n, d] by sign times the angles whose cos and sin [b or 1, s, d/2] float32 are given, written to out."""
     x = dense_rows(x)
     batch, tokens, heads, width = x.shape
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == (len(cos), tokens, width // 2)
-    out = empty_like(x, sequence_first=sequence_first)
     step, strides = steps_between_rows(x, out)
     _rotate[(tokens, batch, triton.cdiv(heads, _HEADS))](
         x, cos, sin, out, heads, width // 2, cos.stride(0) if len(cos) > 1 else 0, *strides,
@@ -54,9 +53,11 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, batch_first: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        ctx.place = place_of_gradient(x)
         ctx.sequence_first = lies_sequence_first(x)
-        return turned(x, cos, sin, 1, sequence_first=ctx.sequence_first and not batch_first)
+        return turn(x, cos, sin, 1, empty_like(x, sequence_first=ctx.sequence_first and not batch_first))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return turned(grad, *ctx.saved_tensors, -1, sequence_first=ctx.sequence_first), None, None, None
+        out = empty_like(grad, sequence_first=ctx.sequence_first) if ctx.place is None else ctx.place()
+        return turn(grad, *ctx.saved_tensors, -1, out), None, None, None

@@ -5,6 +5,7 @@ batch first. A kernel that writes its result as the next one takes it saves a co
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ def empty_like(x: Tensor, *, sequence_first: bool) -> Tensor:
     if sequence_first:
         return torch.empty(tokens, batch, *rest, dtype=x.dtype, device=x.device).transpose(0, 1)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def empty_for_gradient(x: Tensor, place: Callable[[], Tensor] | None) -> Tensor:
+    """For the gradient of x: its place, if it has one (gradient_place.py), else without gaps in the order of x."""
+    return empty_like(x, sequence_first=lies_sequence_first(x)) if place is None else place()
 
 
 def dense_rows(x: Tensor) -> Tensor:

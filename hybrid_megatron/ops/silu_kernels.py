@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_megatron.ops.row_layout import dense_rows, empty_like, lies_sequence_first, steps_between_rows
+from hybrid_megatron.ops.gradient_place import place_of_gradient
+from hybrid_megatron.ops.row_layout import dense_rows, empty_for_gradient, empty_like, steps_between_rows
 
 _HEADS = 16  # of a program
 SMALLEST: tl.constexpr = tl.constexpr(1e-12)
@@ -76,10 +77,10 @@ class SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, unit: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.unit = unit
+        ctx.unit, ctx.place = unit, place_of_gradient(x)
         return _launch(_silu, (x,), empty_like(x, sequence_first=False), unit)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return _launch(_silu_gradient, (grad, x), empty_like(x, sequence_first=lies_sequence_first(x)), ctx.unit), None
+        return _launch(_silu_gradient, (grad, x), empty_for_gradient(x, ctx.place), ctx.unit), None

@@ -4,10 +4,16 @@ import pytest
 import torch
 
 from hybrid_megatron.config import load_recipe
+from hybrid_megatron.model import mixer_layer
+from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.mixer_layer import cut_batch_first
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.model.unit_order import BORDER, UnitOrder
+from hybrid_megatron.ops.gradient_place import place_of_gradient
+from hybrid_megatron.parallel import SequenceLayout, start
+from tests.cpu.tiny import tiny_config
+from tests.cpu.zoo import MATRIX
 
 PATTERNS = {
     "gdn, LH": "[{mixer: gdn}]",
@@ -74,3 +80,64 @@ def test_filling_rows_have_no_gradient():
     (plain[1] @ plain[0].T).square().sum().backward()
     torch.testing.assert_close(weight.grad, plain[0].grad)
     torch.testing.assert_close(hidden.grad, plain[1].grad)
+
+
+class TwiceInPlace(torch.autograd.Function):
+    """As a kernel that writes its input's gradient where it belongs."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.place = place_of_gradient(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return torch.mul(2, grad, out=ctx.place())
+
+
+@pytest.mark.parametrize("used_twice", [False, True])
+def test_gradients_written_in_place(monkeypatch, used_twice):
+    """By kernels that know the place of a slice, or of heads within it, and others that do not; two uses of a slice are added up."""
+    order, rows, _ = order_of("gdn + nope, HH")
+    projected = torch.randn(5, 2, order.computed_rows(1), dtype=torch.float64, requires_grad=True)
+    copied = []
+    monkeypatch.setattr(mixer_layer, "copy_rows", lambda source, target: (copied.append(source), target.copy_(source)))
+
+    def loss(parts: list[dict[str, torch.Tensor]], twice) -> torch.Tensor:
+        gdn, attention = parts
+        total = twice(gdn["q"]).square().sum() + twice(attention["v"].unflatten(-1, (2, -1)).flatten(2, 3)).square().sum()
+        if used_twice:
+            total = total + twice(gdn["q"]).sin().sum()
+        rest = [part[name] for part, known in ((gdn, "q"), (attention, "v")) for name in part if name != known]
+        return total + sum(x.cos().sum() for x in rest)
+
+    for _ in range(2):  # the second pass has a gradient of its own
+        copied.clear()
+        projected.grad = None
+        whole = projected * 1
+        loss(cut_batch_first(whole, order), TwiceInPlace.apply).backward()
+        found, expected = (
+            projected.grad,
+            torch.autograd.grad(loss(order.cut((projected * 1).transpose(0, 1)), lambda x: 2 * x), projected)[0],
+        )
+        torch.testing.assert_close(found, expected)
+        assert len(copied) in ((len(rows[0]) + len(rows[1]) - 2,) if not used_twice else range(len(rows[0]) + len(rows[1])))
+
+
+@pytest.mark.parametrize("name", ["gdn, LH", "gdn + nope, HH", "attention rope, LH"])
+def test_slices_of_a_layer_know_their_places(monkeypatch, tiny_data, name):
+    """The projection that megatron-core's linear layer gives is no view of another tensor."""
+    config = tiny_config(tiny_data, "run_dir=unused", *MATRIX[name])
+    cut, known = mixer_layer.cut_batch_first, []
+
+    def looked_at(projected, order):
+        parts = cut(projected, order)
+        known.extend(place_of_gradient(x) is not None for part in parts for x in part.values())
+        return parts
+
+    monkeypatch.setattr(mixer_layer, "cut_batch_first", looked_at)
+    with start(config.parallel, 0) as state:
+        [layer, *_] = build_model(config, plan_layers(config), state).decoder.layers
+        hidden = torch.randn(64, 2, config.model.hidden_size, requires_grad=True)
+        layer.self_attention(hidden, packed_seq_params=SequenceLayout(64))
+    assert known and all(known)
