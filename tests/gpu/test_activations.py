@@ -1,4 +1,5 @@
-"""What the accounts say a mixing layer keeps for its backward pass is what autograd keeps, with the kernels of a real run."""
+"""What the accounts say a mixing layer keeps for its backward pass is what autograd keeps, with the kernels of a real run; and what passes
+between its kernels lies where it should."""
 
 from unittest.mock import patch
 
@@ -8,10 +9,14 @@ import torch
 from hybrid_megatron import platform
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.config.schema import ParallelConfig, RunConfig
+from hybrid_megatron.model import mixer_layer
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.pattern import plan_layers
+from hybrid_megatron.ops import gated_norm_kernels, rotary_kernel, silu_kernels
+from hybrid_megatron.ops.row_copy import copy_rows
 from hybrid_megatron.parallel import SequenceLayout, start
+from tests.definitions import relative_error
 
 BATCH, LENGTH = 2, 2048
 LAYERS = {
@@ -107,3 +112,29 @@ def test_the_output_projection_takes_a_mixers_output_as_it_lies(state, name):
         mixing(hidden, packed_seq_params=SequenceLayout(LENGTH))
     hook.remove()
     assert taken[0].is_contiguous() and taken[0].data_ptr() == made[0].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["rope", "nope, QK norm and gate", "grouped queries", "gla", "gdn", "kda", "gdn and attention"])
+def test_gradients_written_in_place_are_those_that_were_copied(state, name, monkeypatch):
+    """cuDNN adds up the gradient of q in an order of its own each time."""
+    _, model, hidden = build(state, name)
+    mixing, copies = model.decoder.layers[0].self_attention, []
+    weights = torch.randn_like(hidden)
+
+    def gradients() -> list[torch.Tensor]:
+        mixing.zero_grad(set_to_none=True)
+        hidden.grad = None
+        copies.clear()
+        o, _ = mixing(hidden, packed_seq_params=SequenceLayout(LENGTH))
+        o.backward(weights)
+        return [hidden.grad, *(p.grad for p in mixing.parameters())]
+
+    monkeypatch.setattr(mixer_layer, "copy_rows", lambda source, target: (copies.append(source), copy_rows(source, target)))
+    in_place, left = gradients(), len(copies)
+    for kernels in (silu_kernels, rotary_kernel, gated_norm_kernels):
+        monkeypatch.setattr(kernels, "place_of_gradient", lambda x: None)
+    copied = gradients()
+    print(f"{name}: {left} of {len(copies)} slices copied")
+    assert left < len(copies) or name == "nope, QK norm and gate"
+    for mine, theirs in zip(in_place, copied):
+        assert relative_error(mine, theirs) <= 1e-3
