@@ -28,6 +28,10 @@ class SoftmaxConfig:
 class AttentionConfig(SoftmaxConfig):
     """Settings of the mixer `attention`, whose heads see the whole context."""
 
+    backend: str = "auto"
+    """Kernel on CUDA: auto (cudnn, else flash, else the others), cudnn, flash, efficient, math or flex (FlexAttention); losses are the same
+    but for rounding. Masked documents take flex in any case, and a CPU has one kernel."""
+
 
 @dataclass
 class SWAConfig(SoftmaxConfig):

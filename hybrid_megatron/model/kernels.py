@@ -1,9 +1,15 @@
-"""Whether the kernels of a plan's mixers can be trusted on this GPU; asked before a run or an evaluation begins."""
+"""Which kernels compute a plan's mixers on this GPU, and whether they can be trusted; asked before a run or an evaluation begins.
+
+On a CPU nothing is asked: what runs there is torch, and the project's own forms in it.
+"""
+
+from importlib.metadata import version
 
 from hybrid_megatron import platform
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import RunError
+from hybrid_megatron.model.attention.backends import BACKENDS, first_that_runs
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan
@@ -12,27 +18,52 @@ from hybrid_megatron.ops.tuned_kernels import use_tuned_kernels
 
 
 def check_kernels(config: RunConfig, plan: LayerPlan) -> None:
-    """Raise RunError if flash-linear-attention's kernels compute wrong values here: by the versions known to, then by trying.
-
-    On a CPU nothing is asked: the forms that run there are the project's own, in torch.
-    """
+    """Raise RunError if the attention kernel that is asked for does not run here, or if flash-linear-attention's kernels compute wrong
+    values: by the versions known to, then by trying."""
+    if not platform.is_cuda():
+        return
     groups = _groups(plan)
-    if not groups or not platform.is_cuda():
+    if "attention" in groups and attention_backend(config, groups["attention"]) is None:
+        raise RunError(
+            f"model.attention.backend={config.model.attention.backend}: it does not run on {platform.device_name()} with heads of "
+            f"{config.model.head_dim} channels in {config.train.precision}; take another of {', '.join(BACKENDS)}"
+        )
+    linear = _linear(groups)
+    if not linear:
         return
     if problem := platform.kernel_pair_problem():
         raise RunError(problem)
     use_tuned_kernels(platform.device_name())
-    for mixer, group in groups.items():
+    for mixer, group in linear.items():
         heads = group.heads // config.parallel.tensor
         problem = kernel_problem(mixer, heads, config.model.head_dim, parameter_dtype(config), platform.device())
         if problem is not None:
             raise RunError(problem)
 
 
-def tuning_of_kernels(plan: LayerPlan) -> str | None:
-    """What is known beforehand about the fastest configurations of FLA's kernels on this GPU, for the screen; None where none are used."""
-    if not _groups(plan) or not platform.is_cuda():
+def kernels_taken(config: RunConfig, plan: LayerPlan) -> str | None:
+    """For the screen: what computes the mixers on this GPU, and what is known beforehand of the fastest configurations. None on a CPU."""
+    if not platform.is_cuda():
         return None
+    groups, told = _groups(plan), []
+    if "attention" in groups:
+        told.append(f"attention by {attention_backend(config, groups['attention'])}")
+    if "swa" in groups:
+        told.append("windows by flex")
+    if linear := _linear(groups):
+        told.append(f"{', '.join(linear)} by flash-linear-attention {version('flash-linear-attention')}, {_tuning()}")
+    return "; ".join(told)
+
+
+def attention_backend(config: RunConfig, group: HeadGroup) -> str | None:
+    """Of full attention on this GPU (attention/backends.py)."""
+    model, tensor = config.model, config.parallel.tensor
+    kv_heads = MIXERS[group.mixer].units(model, group) // tensor
+    heads = group.heads // tensor, kv_heads
+    return first_that_runs(model.attention.backend, *heads, model.head_dim, parameter_dtype(config), platform.device())
+
+
+def _tuning() -> str:
     device = platform.device_name()
     if use_tuned_kernels(device):
         return f"configurations tuned on {device}"
@@ -42,5 +73,10 @@ def tuning_of_kernels(plan: LayerPlan) -> str | None:
 
 
 def _groups(plan: LayerPlan) -> dict[str, HeadGroup]:
-    """Of each mixer that uses FLA's kernels, one."""
-    return {group.mixer: group for layer in plan for group in layer.groups if MIXERS[group.mixer].needs_fla}
+    """Of each mixer one."""
+    return {group.mixer: group for layer in plan for group in layer.groups}
+
+
+def _linear(groups: dict[str, HeadGroup]) -> dict[str, HeadGroup]:
+    """Those that use FLA's kernels."""
+    return {mixer: group for mixer, group in groups.items() if MIXERS[mixer].needs_fla}

@@ -7,7 +7,7 @@ from hybrid_megatron import platform
 from hybrid_megatron.checkpoint.store import Progress
 from hybrid_megatron.config.schema import RunConfig, ScheduleConfig
 from hybrid_megatron.model.accounting import Accounts
-from hybrid_megatron.model.kernels import tuning_of_kernels
+from hybrid_megatron.model.kernels import kernels_taken
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops.longce import Windows
 from hybrid_megatron.parallel import ParallelState
@@ -50,8 +50,8 @@ class Console:
                 f"           growing from {first.batch_tokens:,} tokens in steps of that over the first "
                 f"{config.schedule.batch_warmup_tokens:,}, full from step {full.first_step + 1:,} on"
             )
-        if tuning := tuning_of_kernels(plan_layers(config)):
-            self.say(f"kernels    {tuning}")
+        if kernels := kernels_taken(config, plan_layers(config)):
+            self.say(f"kernels    {kernels}")
         self.say(
             f"steps      {config.num_steps:,} for {train.tokens:,} tokens, the first {config.schedule.warmup_tokens:,} of them warm-up to "
             f"a learning rate of {config.optimizer.peak_lr:.2e}, then {_course(config.schedule)}"

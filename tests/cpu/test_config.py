@@ -228,6 +228,10 @@ RULES = {
             "parallel.pipeline"
         ],
     ),
+    "attention backend": (
+        ["model.attention.backend=triton"],
+        ["model.attention.backend=triton: it must be one of auto, cudnn, flash, efficient, math, flex"],
+    ),
     "precision": (["train.precision=fp16"], ["train.precision=fp16: it must be one of bf16, fp32"]),
     "world": (["parallel.context=2"], ["parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 process of this run"]),
     "tensor 3": (

@@ -3,6 +3,12 @@
 import pytest
 import torch
 
+from hybrid_megatron import platform
+from hybrid_megatron.config import load_recipe
+from hybrid_megatron.errors import RunError
+from hybrid_megatron.model import kernels
+from hybrid_megatron.model.attention.backends import first_that_runs
+from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import gated_delta_rule
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 from hybrid_megatron.ops.kernel_check import kernel_problem
@@ -53,3 +59,45 @@ def test_a_refusal_and_a_nan_are_told(monkeypatch):
 
     monkeypatch.setattr(GatedDeltaRule, "run", is_not_a_number)
     assert "inf" in kernel_problem("gdn", 2, 16, torch.bfloat16, CPU)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Where flash and flex run, cudnn does not, and there is no table of tuned configurations."""
+    for name, answer in {"is_cuda": True, "device_name": "a GPU", "kernel_pair_problem": None}.items():
+        monkeypatch.setattr(platform, name, lambda answer=answer: answer)
+    asked = []
+
+    def runs(backend, *shape):
+        asked.append(shape)
+        return {"auto": "flash", "flash": "flash", "flex": "flex"}.get(backend)
+
+    monkeypatch.setattr(kernels, "first_that_runs", runs)
+    return asked
+
+
+def plan_of(*words: str):
+    config = load_recipe(["776m+rope+pretrain_4k", "data.train=unused", *words])
+    return config, plan_layers(config)
+
+
+def test_the_kernels_taken_are_told(as_on_a_gpu):
+    told = kernels.kernels_taken(*plan_of("model.num_kv_heads=4", "parallel.tensor=2"))
+    assert told == "attention by flash" and as_on_a_gpu == [(6, 2, 128, torch.bfloat16, platform.device())]
+    pattern = "pattern=[{mixer: gdn}, {heads: [{mixer: swa}, {mixer: attention, position: nope}]}]"
+    told = kernels.kernels_taken(*plan_of(pattern, "model.attention.backend=flex"))
+    assert told.startswith("attention by flex; windows by flex; gdn by flash-linear-attention 0.6.0, no tuned configurations for a GPU: ")
+
+
+def test_a_backend_that_does_not_run_is_refused(as_on_a_gpu):
+    with pytest.raises(RunError, match="model.attention.backend=cudnn: it does not run on a GPU with heads of 128 channels in bf16; take "):
+        kernels.check_kernels(*plan_of("model.attention.backend=cudnn"))
+    kernels.check_kernels(*plan_of("model.attention.backend=flash"))
+
+
+def test_nothing_is_told_or_refused_on_a_cpu():
+    if platform.is_cuda():
+        pytest.skip("there is a GPU")
+    words = plan_of("model.attention.backend=cudnn")
+    assert kernels.kernels_taken(*words) is None and kernels.check_kernels(*words) is None
+    assert first_that_runs("auto", 4, 2, 16, torch.float32, CPU) == "cudnn", "the CPU's one kernel whatever its name"

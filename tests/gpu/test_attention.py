@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from hybrid_megatron.model.attention import causal, windowed
+from hybrid_megatron.model.attention import backends, causal, windowed
+from hybrid_megatron.model.attention.backends import BACKENDS, first_that_runs
 from hybrid_megatron.model.attention.causal import causal_attention
 from hybrid_megatron.model.attention.windowed import windowed_attention
 from hybrid_megatron.parallel import SequenceLayout
@@ -85,6 +86,28 @@ def test_documents(dtype, kv_heads, length):
     """FlexAttention: rows of their own documents, one beginning amid a document, one without any start."""
     starts = starts_at(length, (0, 1, 2, 128, 200), (100, 256), ())
     check(draw(3, length, 4, kv_heads, 64, dtype), starts)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend(backend, dtype, kv_heads):
+    """Whole samples, and queries that are the last half of the keys' span, as the second of two chunks; those that do not run say so."""
+    inputs = draw(2, 512, 4, kv_heads, 64, dtype)
+    if first_that_runs(backend, 4, kv_heads, 64, dtype, inputs[0].device) is None:
+        assert backend in ("cudnn", "flash") and dtype == torch.float32, "kernels of 16-bit types alone"
+        return
+
+    def over(attention):
+        def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return torch.cat((attention(q, k, v), attention(q[:, :, 256:], k, v)), dim=2).transpose(1, 2)
+
+        return both
+
+    fast = with_gradients(over(lambda q, k, v: backends.causal(q, k, v, 0.125, backend)), inputs)
+    exact = with_gradients(over(lambda q, k, v: backends.causal(q, k, v, 0.125, "math")), [x.double() for x in inputs])
+    compare(fast, exact, BOUND[dtype])
 
 
 @pytest.mark.parametrize(

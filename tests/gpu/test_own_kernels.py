@@ -171,8 +171,8 @@ def test_gradient_of_logits_in_their_place(rows, words, dtype, bound):
 
 
 def test_products_of_rows_with_gaps():
-    """As the gradient of logits lies: no product copies it, 164 MB, or takes other than a workspace. Tensor cores add 4,096 products one after
-    the other in float32 and cut the last bits off: 4e-6 was seen."""
+    """As the gradient of logits lies: no product copies it, 164 MB, or takes other than a workspace. Tensor cores add 4,096 products one
+    after the other in float32 and cut the last bits off: 4e-6 was seen."""
     rows = draw(4096, 40_000, dtype=torch.bfloat16)[:, :20_000]
     right, inputs = draw(20_000, 64, dtype=torch.bfloat16, seed=1), draw(4096, 64, dtype=torch.bfloat16, seed=2)
     out, total = torch.empty_like(inputs), draw(20_000, 64, dtype=torch.float32)

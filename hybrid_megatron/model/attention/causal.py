@@ -1,7 +1,7 @@
 """Causal softmax attention over the whole context: on one device or with the sequence cut over context ranks, with or without documents.
 
-Backends: CUDA takes cuDNN's SDPA first, then flash (cuDNN measured 1.7 times flash-2 on an H200), and FlexAttention for document masks,
-so that no [s, s] mask is ever in memory; the CPU takes plain SDPA.
+On CUDA backends.py has the kernels; documents are masked by FlexAttention, so that no [s, s] mask is ever in memory. The CPU takes plain
+SDPA.
 """
 
 from typing import Literal
@@ -10,18 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from hybrid_megatron.model.attention.alignment import aligned
+from hybrid_megatron.model.attention.backends import causal
 from hybrid_megatron.model.attention.block_masks import document_blocks
 from hybrid_megatron.model.attention.flex import flex
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_from_heads
 from hybrid_megatron.parallel.sequence_layout import gathered_order
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-_CUDA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_attention(
@@ -32,17 +29,18 @@ def causal_attention(
     scale: float,
     context_group: ProcessGroup | None,
     exchange: Literal["gather", "all_to_all"] = "gather",
+    backend: str = "auto",
 ) -> Tensor:
     """softmax(scale * q k^T) v, each token over itself and all tokens before it (of its own document, if documents are masked).
 
     q [b, s, n, d]; k, v [b, s, m, d] with n a multiple of m (grouped-query attention); s is the local length. Returns [b, s, n, d].
     With context parallelism, by `exchange`: "gather", the keys and values of all ranks are gathered, and each local chunk attends to the
     keys up to its own end; "all_to_all", each rank computes whole samples for its share of the heads, and both n and m must divide by
-    the number of ranks.
+    the number of ranks. `backend` (backends.py) is asked on CUDA, where no documents are masked.
     """
     assert q.shape[1] == layout.local_length, f"{q.shape[1]} tokens under a layout of {layout.local_length}"
     if exchange == "all_to_all" and layout.size > 1:
-        return _over_shares_of_heads(q, k, v, layout, scale, context_group)
+        return _over_shares_of_heads(q, k, v, layout, scale, context_group, backend)
     assert exchange in ("gather", "all_to_all"), exchange
     k, v = _gather_keys_and_values(k, v, layout, context_group)
     q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
@@ -53,7 +51,7 @@ def causal_attention(
         end = (chunk + 1) * length
         queries, keys, values = q[:, :, i * length : (i + 1) * length], k[:, :, :end], v[:, :, :end]
         if documents is None:
-            outputs.append(_causal(queries, keys, values, scale))
+            outputs.append(causal(queries, keys, values, scale, backend))
         else:
             outputs.append(_causal_in_documents(queries, keys, values, scale, documents[:, :end]))
     if len(outputs) == 1:
@@ -61,11 +59,13 @@ def causal_attention(
     return torch.cat([o.permute(2, 0, 1, 3) for o in outputs]).transpose(0, 1)  # joined as it lies on one rank, sequence first
 
 
-def _over_shares_of_heads(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, group: ProcessGroup) -> Tensor:
+def _over_shares_of_heads(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, group: ProcessGroup, backend: str
+) -> Tensor:
     """A share of the query heads is that of the keys and values they use, since both are cut in order."""
     q, k, v = (heads_from_sequence(x, layout, group) for x in (q, k, v))
     whole = SequenceLayout(layout.context, document_starts=layout.document_starts)
-    return sequence_from_heads(causal_attention(q, k, v, whole, scale, None), layout, group)
+    return sequence_from_heads(causal_attention(q, k, v, whole, scale, None, backend=backend), layout, group)
 
 
 def _gather_keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -79,18 +79,8 @@ def _gather_keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, group:
     return ordered.split((k.shape[-1], v.shape[-1]), dim=-1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The queries are the last ones of the keys' span. [b, n, s, d]."""
-    grouped = q.shape[1] != k.shape[1]
-    bias = None if q.shape[2] == k.shape[2] else causal_lower_right(q.shape[2], k.shape[2])
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped)
-    with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped)
-
-
 def _causal_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Tensor) -> Tensor:
-    """As `_causal`, within documents; documents [b, keys] numbers each key's document."""
+    """As `causal`, within documents; documents [b, keys] numbers each key's document."""
     offset = k.shape[2] - q.shape[2]
     if q.is_cuda:
         return flex(q, k, v, document_blocks(documents, q.shape[2]), scale)

@@ -55,4 +55,5 @@ class Attention(SoftmaxMixer):
         q = scale_queries(q, layout, inference)
         if inference.window is not None:
             return windowed_attention(q, k, v, layout, inference.window, scale, self.ranks.cp)
-        return causal_attention(q, k, v, layout, scale, self.ranks.cp, exchange=self.parallel.context_attention)
+        how = {"exchange": self.parallel.context_attention, "backend": self.model.attention.backend}
+        return causal_attention(q, k, v, layout, scale, self.ranks.cp, **how)
