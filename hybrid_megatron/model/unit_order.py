@@ -126,8 +126,12 @@ class _InBlockOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.back = back
-        arranged = weight.new_zeros(_filled(len(order)), weight.shape[1])
-        arranged[: len(order)] = weight.index_select(0, order)
+        rows = len(order)
+        if _filled(rows) == rows:
+            return weight.index_select(0, order)
+        arranged = weight.new_empty(_filled(rows), weight.shape[1])
+        torch.index_select(weight, 0, order, out=arranged[:rows])
+        arranged[rows:] = 0
         return arranged
 
     @staticmethod
