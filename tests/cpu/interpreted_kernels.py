@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from hybrid_megatron.ops import (
     cross_entropy_kernels,
+    gated_delta_gates_kernels,
     gated_norm_kernels,
     rms_norm_kernels,
     rotary_kernel,
@@ -17,6 +18,7 @@ from hybrid_megatron.ops import (
     silu_kernels,
     swiglu_kernels,
 )
+from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_norm import GATES
 from tests.definitions import relative_error
 
@@ -156,6 +158,25 @@ def gated_norm(heads: int, width: int, gate: str, off: int, tokens: int = 5, pro
     return {"output": relative_error(out, expected)} | errors
 
 
+def gated_delta_gates(heads: int, tokens: int, largest: int) -> dict[str, float]:
+    """Single columns of a projection, some far from zero on either side, where softplus is next to nothing or next to linear."""
+    random = torch.Generator().manual_seed(8)
+    projected = torch.randn(tokens, 2, 3 + 2 * heads, generator=random) * torch.tensor([1.0, 12.0]).repeat(tokens)[:tokens, None, None]
+    projected.requires_grad_()
+    a, b = (projected.transpose(0, 1)[..., first : first + heads] for first in (3, 3 + heads))
+    A_log, dt_bias = (torch.randn(heads, generator=random).requires_grad_() for _ in range(2))
+    of_g, of_beta = (torch.randn(2, tokens, heads, generator=random) for _ in range(2))
+    found = gated_delta_gates_kernels.Gates.apply(a, b, A_log, dt_bias, largest)
+    gradients = torch.autograd.grad(found, (projected, A_log, dt_bias), (of_g, of_beta))
+    exact = [x.detach().double().requires_grad_() for x in (projected, A_log, dt_bias)]
+    a, b = (exact[0].transpose(0, 1)[..., first : first + heads] for first in (3, 3 + heads))
+    expected = log_gate_and_beta(a, b, exact[1], exact[2], largest)
+    expected_gradients = torch.autograd.grad(expected, exact, (of_g.double(), of_beta.double()))
+    names = ("g", "beta", "gradient of a and b", "gradient of A_log", "gradient of dt_bias")
+    errors = {name: relative_error(*pair) for name, *pair in zip(names, (*found, *gradients), (*expected, *expected_gradients))}
+    return errors | {"largest of g": float((found[0] / expected[0] - 1).abs().max())}
+
+
 def copied_rows(heads: int, width: int) -> dict[str, float]:
     """From head by head into a place between other rows, which stay as they are."""
     source = torch.randn(2, heads, 5, width, generator=torch.Generator().manual_seed(5)).transpose(1, 2)
@@ -189,5 +210,9 @@ if __name__ == "__main__":
             for heads, width, off in ((1, 1, 0), (3, 6, 1), (12, 16, 8), (17, 24, 4))
         }
         found[f"norm and {gate} gate, four turns of a program"] = gated_norm(9, 8, gate, 0, tokens=29, programs=16)
+    found |= {
+        f"gates of {heads} heads, {tokens} tokens": gated_delta_gates(heads, tokens, largest)
+        for heads, tokens, largest in ((1, 3, 1), (3, 70, 2), (12, 130, 1), (17, 64, 2))
+    }
     found |= {f"copy of {heads} heads of {width}": copied_rows(heads, width) for heads, width in ((3, 8), (17, 6), (12, 1))}
     print(json.dumps(found))

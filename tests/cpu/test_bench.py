@@ -242,6 +242,7 @@ def test_profile_of_real_work():
         ("_swiglu_gradient", "norms and elementwise"),
         ("_rms_norm_gradients", "norms and elementwise"),
         ("_norm_gated_gradients", "norms and elementwise"),
+        ("_gates_gradients", "linear mixers"),
         ("triton_poi_fused_add_cat_mul_rsub_sigmoid_silu_split_0", "norms and elementwise"),
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3_64x128x128_4x1x1_kernel0_0", "attention"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.ops import cross_entropy_kernels
+from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_norm import GATES, gated_norm
 from hybrid_megatron.ops.matmul import add_matmul_, matmul
 from hybrid_megatron.ops.rms_norm import rms_norm, rms_norm_and_input
@@ -119,6 +120,29 @@ def test_copied_rows(heads, width):
     target = whole.transpose(0, 1)[..., 7:-3].unflatten(-1, (heads, width))
     copy_rows(source, target)
     assert torch.equal(target, source) and (whole[..., :7] == 9).all() and (whole[..., -3:] == 9).all()
+
+
+@pytest.mark.parametrize("largest_beta", [1, 2])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_gates_of_the_gated_delta_rule(dtype, largest_beta):
+    """Columns of the projection; every log gate by itself, since what softplus makes of far negative numbers is next to nothing."""
+    rows = draw(300, 2, 6168, dtype=dtype)
+    rows[::3] *= 8
+    a, b = (rows.transpose(0, 1)[..., first : first + 12] for first in (6144, 6156))
+    A_log, dt_bias = (draw(12, dtype=torch.float32, seed=seed) for seed in (1, 2))
+
+    def both(*inputs: Tensor) -> Tensor:
+        return torch.stack(log_gate_and_beta(*inputs, largest_beta))
+
+    leaves = [x.detach().requires_grad_() for x in (a, b, A_log, dt_bias)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    found, expected = both(*leaves), both(*exact)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.float(), rtol=5e-6, atol=0)
+    weights = draw(*found.shape, dtype=torch.float32, seed=3)
+    gradients, exact_gradients = torch.autograd.grad(found, leaves, weights), torch.autograd.grad(expected, exact, weights.double())
+    for mine, theirs in zip(gradients, exact_gradients):
+        assert mine.dtype in (dtype, torch.float32) and relative_error(mine, theirs) <= BOUNDS[mine.dtype]
 
 
 def test_rows_for_flas_kernels():

@@ -5,14 +5,13 @@ g = -e^A softplus(W_a x + dt) and beta = sigmoid(W_b x), twice that with `allow_
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.config.schema import GDNConfig, ModelConfig
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
 from hybrid_megatron.model.mixers.linear import LinearMixer
-from hybrid_megatron.ops.fused import fused
+from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_delta_rule import CHUNK, GatedDeltaRule
 
 
@@ -59,8 +58,8 @@ class GDN(LinearMixer):
 
     def recurrence(self, q, k, v, parts) -> tuple[GatedDeltaRule, tuple[Tensor, ...]]:
         a, b = (parts[name].flatten(2) for name in ("a", "b"))
-        gates = _gates(a, b, self.A_log, self.dt_bias, largest_beta=2 if self.model.gdn.allow_neg_eigval else 1)
-        return GatedDeltaRule(), (q, k, v, *gates)
+        g, beta = log_gate_and_beta(a, b, self.A_log, self.dt_bias, 2 if self.model.gdn.allow_neg_eigval else 1)
+        return GatedDeltaRule(), (q, k, v, g, beta)
 
     @staticmethod
     def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:
@@ -69,10 +68,3 @@ class GDN(LinearMixer):
         g = -weights["A_log"].exp() * torch.log1p((a + weights["dt_bias"]).exp())
         beta = (2 if model.gdn.allow_neg_eigval else 1) / (1 + (-b).exp())
         return GatedDeltaRule().recurrent((q, k, v, g, beta), scale=model.head_dim**-0.5, document_starts=document_starts)[0]
-
-
-@fused
-def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, largest_beta: int) -> tuple[Tensor, Tensor]:
-    """(g, beta) [b, s, n], in float32 or wider."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return -A_log.exp() * F.softplus(a.to(wide) + dt_bias), largest_beta * b.to(wide).sigmoid()
