@@ -48,9 +48,10 @@ def recurrence_over_ranks(
 
 
 def pieces_of_a_chunk(recurrence: Recurrence, q: Tensor, layout: SequenceLayout) -> int:
-    """Into how many it is cut: one, unless passes over states are cheap here and a backward pass gains by it. q [b, s, n, K]."""
+    """Into how many it is cut: one, unless passes over states are cheap here. q [b, s, n, K]. With gradients or without, the same number,
+    so that what a backward pass computes again comes out the same."""
     pieces, chains = 1, q.shape[0] * len(layout.chunks) * q.shape[2]
-    if not (recurrence.states_by_kernels and q.is_cuda and torch.is_grad_enabled()):
+    if not (recurrence.states_by_kernels and q.is_cuda):
         return 1
     while (
         2 * pieces * chains <= _SIDE_BY_SIDE
