@@ -27,7 +27,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     # torch.compile's templates (FlexAttention), cuDNN and flash.
     ("attention", r"flex_attention|flash|fmha|sdpa|scaled_dot_product"),
     ("loss", r"cross_entropy|nll_loss|softmax|logsumexp|^_(gradient|row_sums)$"),
-    ("norms and elementwise", r"l2norm|layer_?norm|rms_?norm|norm_gated|silu|swiglu|rotary|^_rotate$"),
+    ("norms and elementwise", r"l2norm|layer_?norm|rms_?norm|norm_gated|silu|swiglu|rotary|^_rotate$|^_rwkv7_|^_token_shift"),
     # FLA's recurrences, the projections of a state that they need, gates, convolutions.
     (
         "linear mixers",

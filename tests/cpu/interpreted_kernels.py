@@ -12,11 +12,18 @@ from hybrid_megatron.ops import (
     cross_entropy_kernels,
     gated_delta_gates_kernels,
     gated_norm_kernels,
+    head_rows,
     rms_norm_kernels,
     rotary_kernel,
     row_copy_kernel,
+    rwkv7_inputs,
+    rwkv7_inputs_kernels,
+    rwkv7_output,
+    rwkv7_output_kernels,
     silu_kernels,
     swiglu_kernels,
+    token_shift,
+    token_shift_kernels,
 )
 from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_norm import GATES
@@ -187,6 +194,89 @@ def copied_rows(heads: int, width: int) -> dict[str, float]:
     return {"copy": relative_error(target, source)}
 
 
+def heads_of_rows(tokens: int, heads: int, width: int, off: int, seed: int) -> torch.Tensor:
+    """[3, tokens, heads, width], `off` elements into the rows of a projection that lie sequence first."""
+    rows = torch.randn(tokens, 3, 2 * off + heads * width, generator=torch.Generator().manual_seed(seed))
+    return rows.transpose(0, 1)[..., off : off + heads * width].unflatten(-1, (heads, width))
+
+
+def head_by_head(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def against_float64(function, definition, inputs: dict[str, torch.Tensor], grads: tuple[torch.Tensor, ...]):
+    """(outputs and gradients by each input, those of the definition in float64)."""
+    answers = []
+    for form, dtype in ((function, torch.float32), (definition, torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs.values()]
+        outputs = form(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        gradients = torch.autograd.grad(outputs, leaves, [grad.to(dtype) for grad in grads])
+        answers.append((outputs, dict(zip(inputs, gradients))))
+    return answers
+
+
+def inputs_of_rwkv7(heads: int, width: int, off: int, tokens: int = 5, programs: int = 2048) -> dict[str, float]:
+    """k and rate cut from projections, decay batch first; k k_k zero in one row, and too short for a length of its own in another."""
+    head_rows._PROGRAMS = programs
+    k, rate = (heads_of_rows(tokens, heads, width, off, seed) for seed in (8, 9))
+    decay = heads_of_rows(tokens, heads, width, off, 10).contiguous() * 2
+    k[1, 2, 0], k[2, 3, -1] = 0, k[2, 3, -1] * 1e-14
+    random = torch.Generator().manual_seed(11)
+    inputs = {"k": k, "decay": decay, "rate": rate}
+    inputs |= {name: torch.randn(heads * width, generator=random) for name in ("decay_bias", "rate_bias", "k_k", "k_a")}
+    grads = tuple(heads_of_rows(tokens, heads, width, off, seed) for seed in (12, 13, 14, 15))
+    function, definition = rwkv7_inputs_kernels.RecurrenceInputs.apply, rwkv7_inputs.by_definition
+    (outputs, found), (expected, exact) = against_float64(function, definition, inputs, (*grads[:3], head_by_head(grads[3])))
+    assert all(x.is_contiguous() for x in (*outputs, found["decay"])) and sequence_first(found["k"]) and sequence_first(found["rate"])
+    short = torch.zeros_like(k, dtype=torch.bool)
+    short[1, 2, 0] = short[2, 3, -1] = True  # their gradients are 1e12 times as large as the others
+    errors = {name: relative_error(mine, theirs) for name, mine, theirs in zip(("k out", "g", "a", "b"), outputs, expected)}
+    errors |= {f"gradient of {name}": relative_error(found[name], exact[name]) for name in inputs if name != "k"}
+    errors["gradient of k"] = relative_error(found["k"].masked_fill(short, 0), exact["k"].masked_fill(short, 0))
+    return errors | {"gradient of short k": relative_error(found["k"][short], exact["k"][short])}
+
+
+def output_of_rwkv7(heads: int, width: int, off: int, tokens: int = 5, programs: int = 2048) -> dict[str, float]:
+    """o and k batch first, r, v and gate cut from projections; some rows of o next to zero."""
+    head_rows._PROGRAMS = programs
+    o, r, k, v, gate = (heads_of_rows(tokens, heads, width, off, seed) for seed in range(16, 21))
+    random = torch.Generator().manual_seed(21)
+    o = o.contiguous() * torch.rand(3, tokens, heads, 1, generator=random) ** 4 + 0.2
+    inputs = {"o": o, "r": r, "k": k.contiguous(), "v": v, "gate": gate}
+    inputs |= {name: torch.randn(heads * width, generator=random) for name in ("weight", "bias", "r_k")}
+    columns = heads_of_rows(tokens, heads, width, off, 22)
+    for grad in (columns, head_by_head(columns)):
+        (outputs, found), (expected, exact) = against_float64(
+            lambda *inputs: rwkv7_output_kernels.Finished.apply(*inputs, 64e-5),
+            lambda *inputs: rwkv7_output.by_definition(*inputs, 64e-5),
+            inputs,
+            (grad,),
+        )
+    assert sequence_first(outputs[0]) and all(found[name].is_contiguous() for name in ("o", "k"))
+    assert all(sequence_first(found[name]) for name in ("r", "v", "gate"))
+    errors = {f"gradient of {name}": relative_error(found[name], exact[name]) for name in inputs}
+    return errors | {"output": relative_error(outputs[0], expected[0])}
+
+
+def shift(width: int, mixes: int, chunks: int, documents: bool, programs: int) -> dict[str, float]:
+    """x sequence first and batch first; documents that start at, before and after borders of chunks and of programs."""
+    token_shift_kernels._PROGRAMS = programs
+    random, errors = torch.Generator().manual_seed(23), {}
+    rows, first = torch.randn(14, 3, width, generator=random), torch.randn(3, chunks, width, generator=random)
+    starts = torch.rand(3, 14, generator=random) < 0.4 if documents else None
+    mix, grads = torch.rand(mixes, width, generator=random), torch.randn(mixes, 3, 14, width, generator=random)
+    for name, x in (("sequence first", rows.transpose(0, 1)), ("batch first", rows.transpose(0, 1).contiguous())):
+        exact = [tensor.double().requires_grad_() for tensor in (x, first, mix)]
+        expected = token_shift._mixed(exact[0], exact[1], starts, exact[2])
+        of = torch.autograd.grad(expected, exact, grads.double())
+        found = token_shift_kernels.gradients(grads, x, first, starts, mix)
+        assert found[0].stride() == x.stride()
+        errors[f"mixes, {name}"] = relative_error(token_shift_kernels.mixed(x, first, starts, mix), expected)
+        errors |= {f"gradient of {what}, {name}": relative_error(*pair) for what, *pair in zip(("x", "first", "mixes"), found, of)}
+    return errors
+
+
 if __name__ == "__main__":
     found = {
         f"cross entropy of {words} words, {dtype}": cross_entropy(words, dtype)
@@ -215,4 +305,15 @@ if __name__ == "__main__":
         for heads, tokens, largest in ((1, 3, 1), (3, 70, 2), (12, 130, 1), (17, 64, 2))
     }
     found |= {f"copy of {heads} heads of {width}": copied_rows(heads, width) for heads, width in ((3, 8), (17, 6), (12, 1))}
+    for heads, width, off in ((1, 2, 1), (3, 6, 1), (12, 16, 8), (17, 24, 4)):
+        found[f"inputs of rwkv7, {heads} heads of {width}, {off} in"] = inputs_of_rwkv7(heads, width, off)
+        found[f"output of rwkv7, {heads} heads of {width}, {off} in"] = output_of_rwkv7(heads, max(width, 3), off)
+    found["inputs of rwkv7, turns of a program"] = inputs_of_rwkv7(2, 128, 0, tokens=29, programs=12)
+    found["output of rwkv7, turns of a program"] = output_of_rwkv7(2, 128, 0, tokens=29, programs=12)
+    for width, mixes, programs in ((24, 6, 3), (130, 3, 24), (1, 1, 2560)):
+        found |= {
+            f"token shift of {width}, {mixes} mixes, {chunks=}, {documents=}": shift(width, mixes, chunks, documents, programs)
+            for chunks in (1, 2)
+            for documents in (False, True)
+        }
     print(json.dumps(found))

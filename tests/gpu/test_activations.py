@@ -97,7 +97,9 @@ def test_kept_for_the_backward_pass(state, name):
     assert o.shape == hidden.shape
 
 
-@pytest.mark.parametrize("name", ["rope", "nope", "nope, QK norm and gate", "grouped queries", "swa", "gla", "gdn", "kda", "lightning"])
+@pytest.mark.parametrize(
+    "name", ["rope", "nope", "nope, QK norm and gate", "grouped queries", "swa", "gla", "gdn", "kda", "lightning", "rwkv7"]
+)
 def test_the_output_projection_takes_a_mixers_output_as_it_lies(state, name):
     """Whatever order FLA's and attention's kernels work in: no copy stands before it."""
     _, model, hidden = build(state, name)

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.model.attention.rope import rotate
-from hybrid_megatron.ops import cross_entropy_kernels
+from hybrid_megatron.ops import cross_entropy_kernels, token_shift
 from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_norm import GATES, gated_norm
 from hybrid_megatron.ops.matmul import add_matmul_, matmul
 from hybrid_megatron.ops.rms_norm import rms_norm, rms_norm_and_input
 from hybrid_megatron.ops.row_copy import batch_first, copy_rows
+from hybrid_megatron.ops.rwkv7_inputs import recurrence_inputs
+from hybrid_megatron.ops.rwkv7_output import finished
 from hybrid_megatron.ops.silu import silu, unit_silu
 from hybrid_megatron.ops.swiglu import swiglu
 from hybrid_megatron.parallel import SequenceLayout
@@ -30,17 +32,22 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def check(function, definition, *inputs: Tensor) -> None:
-    """Output and gradients of `function` against `definition` in float64."""
+    """Outputs and gradients of `function` against `definition` in float64."""
     found = [x.detach().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    out, expected = function(*found), definition(*exact)
-    weights = draw(*out.shape, dtype=torch.float64, seed=1).to(out.dtype)
-    out.backward(weights)
-    expected.backward(weights.double())
-    bound = BOUNDS[out.dtype]
-    assert out.dtype == inputs[0].dtype and relative_error(out, expected) <= bound
+    outputs, expected = several(function(*found)), several(definition(*exact))
+    weights = [draw(*out.shape, dtype=torch.float64, seed=1 + i).to(out.dtype) for i, out in enumerate(outputs)]
+    torch.autograd.backward(outputs, weights)
+    torch.autograd.backward(expected, [weight.double() for weight in weights])
+    assert outputs[0].dtype == inputs[0].dtype
+    for out, theirs in zip(outputs, expected):
+        assert relative_error(out, theirs) <= BOUNDS[out.dtype]
     for x, y in zip(found, exact):
-        assert relative_error(x.grad, y.grad) <= bound
+        assert relative_error(x.grad, y.grad) <= BOUNDS[x.dtype]
+
+
+def several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -68,10 +75,11 @@ def lies_sequence_first(x: Tensor) -> bool:
 
 
 def layouts(function, *inputs: Tensor) -> list[Tensor]:
-    """Output and gradients, before autograd gives them the order of a leaf."""
+    """Outputs and gradients, before autograd gives them the order of a leaf."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out).transpose(0, 1).contiguous().transpose(0, 1))]
+    outputs = several(function(*leaves))
+    ones = [torch.ones_like(out).transpose(0, 1).contiguous().transpose(0, 1) for out in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, ones)]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -97,6 +105,65 @@ def test_gated_norm(heads, width, tokens, dtype, gate):
     check(lambda o, w, z: gated_norm(o, w, z, 1e-5, gate), lambda o, w, z: F.rms_norm(o, w.shape, w, 1e-5) * GATES[gate](z), o, weight, z)
     out, of_o, _, of_z = layouts(lambda o, w, z: gated_norm(o, w, z, 1e-5, gate), o, weight, z)
     assert lies_sequence_first(out) and of_o.is_contiguous() and lies_sequence_first(of_z)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("heads, width, tokens", [(3, 8, 300), (12, 128, 2000), (17, 64, 300), (9, 96, 1), (5, 6, 77)])
+def test_inputs_of_rwkv7(heads, width, tokens, dtype):
+    """k batch first, decay and rate cut from projections: the outputs lie batch first, each gradient as its input."""
+    k = draw(2, tokens, heads, width, dtype=dtype)
+    decay, rate = (cut_from_projection(heads, width, dtype, seed=seed, tokens=tokens).flatten(2) for seed in (3, 4))
+    biases = [draw(heads * width, dtype=torch.float32, seed=seed) for seed in (5, 6)]
+    inputs = (k, decay, rate, *biases, *(draw(heads * width, dtype=dtype, seed=seed) for seed in (7, 8)))
+    check(recurrence_inputs, recurrence_inputs, *inputs)
+    *outputs, of_k, of_decay, of_rate, _, _, _, _ = layouts(recurrence_inputs, *inputs)
+    assert all(x.is_contiguous() for x in (*outputs, of_k)) and outputs[1].dtype is torch.float32
+    assert lies_sequence_first(of_decay) and lies_sequence_first(of_rate)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("heads, width, tokens", [(3, 8, 300), (12, 128, 2000), (17, 64, 300), (9, 96, 1), (5, 6, 77)])
+def test_output_of_rwkv7(heads, width, tokens, dtype):
+    """o, r and k batch first, v and gate cut from projections: the output lies as the output projection takes it."""
+    o, r, k = (draw(2, tokens, heads, width, dtype=dtype, seed=seed) for seed in (3, 4, 5))
+    v, gate = (cut_from_projection(heads, width, dtype, seed=seed, tokens=tokens) for seed in (6, 7))
+    inputs = (o, r, k, v, gate.flatten(2), *(draw(heads * width, dtype=dtype, seed=seed) for seed in (8, 9, 10)))
+    function = partial(finished, eps=64e-5)
+    check(function, function, *inputs)
+    out, of_o, of_r, of_k, of_v, of_gate, _, _, _ = layouts(function, *inputs)
+    assert all(x.is_contiguous() for x in (of_o, of_r, of_k)) and all(lies_sequence_first(x) for x in (out, of_v, of_gate))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("mixes, tokens, width, chunks", [(6, 2000, 1536, 1), (6, 300, 1536, 2), (3, 78, 130, 2), (1, 1, 24, 1)])
+def test_token_shift(mixes, tokens, width, chunks, documents, dtype):
+    """x sequence first and batch first."""
+    rows, first = draw(tokens, 2, width, dtype=dtype), draw(2, chunks, width, dtype=dtype, seed=1)
+    mix = draw(mixes, width, dtype=torch.float32, seed=2).sigmoid().to(dtype)
+    starts = draw(2, tokens, dtype=torch.float32, seed=3) < -1 if documents else None
+    grads = draw(mixes, 2, tokens, width, dtype=dtype, seed=4)
+    for x in (rows.transpose(0, 1), rows.transpose(0, 1).contiguous()):
+        exact = [tensor.double().requires_grad_() for tensor in (x, first, mix)]
+        expected = token_shift._mixed(exact[0], exact[1], starts, exact[2])
+        of = torch.autograd.grad(expected, exact, grads.double())
+        out, found = token_shift._mixed(x, first, starts, mix), token_shift._mixed_backward(grads, x, first, starts, mix)
+        assert out.is_contiguous() and lies_sequence_first(found[0]) == lies_sequence_first(x)
+        assert all(tensor.dtype is dtype for tensor in (out, *found))
+        for mine, theirs in zip((out, *found), (expected, *of)):
+            assert relative_error(mine, theirs) <= BOUNDS[dtype]
+
+
+def test_projections_of_shifted_tokens():
+    """As a layer's input lies; with matrices of several heights."""
+    x, mixes = draw(300, 2, 96, dtype=torch.bfloat16).transpose(0, 1), draw(3, 96, dtype=torch.bfloat16, seed=1)
+    weights = [draw(out, 96, dtype=torch.bfloat16, seed=out) / 8 for out in (96, 32, 7)]
+    starts = draw(2, 300, dtype=torch.float32, seed=2) < -1
+
+    def projections(x: Tensor, mixes: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return token_shift.shifted_projections(x, mixes, weights, SequenceLayout(300, document_starts=starts), None)
+
+    check(projections, projections, x, mixes, *weights)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

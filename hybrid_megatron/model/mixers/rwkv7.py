@@ -32,8 +32,9 @@ from hybrid_megatron.model.mixers import definitions, rwkv7_initial
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES
 from hybrid_megatron.model.mixers.recurrent import RecurrentMixer
 from hybrid_megatron.model.mixers.softmax import busiest_halo
-from hybrid_megatron.ops.fused import fused
-from hybrid_megatron.ops.generalized_delta_rule import STRONGEST_GATE, GeneralizedDeltaRule
+from hybrid_megatron.ops.generalized_delta_rule import GeneralizedDeltaRule
+from hybrid_megatron.ops.rwkv7_inputs import recurrence_inputs
+from hybrid_megatron.ops.rwkv7_output import finished
 from hybrid_megatron.ops.token_shift import shifted_projections
 from hybrid_megatron.parallel import SequenceLayout
 
@@ -174,11 +175,11 @@ class RWKV7(RecurrentMixer):
             # The two channels that RoPE turns together have gates of their own: positions count within documents.
             r, k = (rotate(x, layout, self.model.rwkv7.rope_base, within_documents=True, batch_first=True) for x in (r, k))
         decay, rate = F.linear(torch.tanh(low_decay), self.decay_up), F.linear(low_rate, self.rate_up)
-        k, g, a, b = _recurrence_inputs(k, decay, rate, self.decay_bias, self.rate_bias, self.k_k, self.k_a)
+        k, g, a, b = recurrence_inputs(k, decay, rate, self.decay_bias, self.rate_bias, self.k_k, self.k_a)
         o = self._recur(GeneralizedDeltaRule(), (r, k, v, g, a, b), 1.0, layout)
         gate = F.linear(torch.sigmoid(low_gate), self.gate_up)
         eps = self.model.head_dim * self.model.norm_eps
-        return _finished(o, r, k, v, gate, self.out_norm_weight, self.out_norm_bias, self.r_k, eps=eps)
+        return finished(o, r, k, v, gate, self.out_norm_weight, self.out_norm_bias, self.r_k, eps=eps)
 
     def _shifted(self, x: Tensor, layout: SequenceLayout) -> tuple[Tensor, ...]:
         """r, k, v [b, s, channels], and the bottlenecks of decay, rate and gate [b, s, rank]."""
@@ -216,26 +217,3 @@ class RWKV7(RecurrentMixer):
         o = centred / (centred.square().mean(-1, keepdim=True) + width * model.norm_eps).sqrt()
         o = o * heads(weights["out_norm_weight"]) + heads(weights["out_norm_bias"])
         return (o + (r * k * heads(weights["r_k"])).sum(-1, keepdim=True) * v) * gate
-
-
-@fused
-def _recurrence_inputs(
-    k: Tensor, decay: Tensor, rate: Tensor, decay_bias: Tensor, rate_bias: Tensor, k_k: Tensor, k_a: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(k, g, a, b) [b, s, n, d] as the recurrence takes them; g in float32 or wider, and all computed so."""
-    wide, heads = torch.promote_types(k.dtype, torch.float32), k.shape[2:]
-    keys = k.to(wide)
-    g = STRONGEST_GATE * (decay.to(wide) + decay_bias).sigmoid().unflatten(-1, heads)
-    rate = (rate.to(wide) + rate_bias).sigmoid().unflatten(-1, heads)
-    removed = F.normalize(keys * k_k.to(wide).view(heads), dim=-1)
-    keys = keys * (1 + (rate - 1) * k_a.to(wide).view(heads))
-    return keys.to(k.dtype), g, -removed.to(k.dtype), (removed * rate).to(k.dtype)
-
-
-@fused
-def _finished(o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, r_k: Tensor, *, eps: float) -> Tensor:
-    """The norm of each head, the bonus of the token itself, and the gate: [b, s, n, d], in float32 or wider and then as o is."""
-    wide, heads = torch.promote_types(o.dtype, torch.float32), o.shape[2:]
-    normal = F.layer_norm(o.to(wide), heads[1:], eps=eps) * weight.to(wide).view(heads) + bias.to(wide).view(heads)
-    bonus = (r.to(wide) * k.to(wide) * r_k.to(wide).view(heads)).sum(-1, keepdim=True) * v.to(wide)
-    return ((normal + bonus) * gate.to(wide).unflatten(-1, heads)).to(o.dtype)
