@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_megatron.config.schema import InferenceConfig, ParallelConfig
+from hybrid_megatron.config.schema import AttentionConfig, InferenceConfig, ParallelConfig
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.head_group import Inference
 from hybrid_megatron.model.hybrid_model import build_model
@@ -140,7 +140,7 @@ def test_hype_by_its_formula():
     expected = definitions.causal_attention(q * factors[None, :, None, None], k, v, 8**-0.5)
     mixer = Attention.__new__(Attention)
     torch.nn.Module.__init__(mixer)
-    mixer.model = dataclasses.make_dataclass("Model", [("head_dim", int)])(8)
+    mixer.model = dataclasses.make_dataclass("Model", ["head_dim", "attention"])(8, AttentionConfig())
     mixer.parallel, mixer.ranks = ParallelConfig(), dataclasses.make_dataclass("Ranks", ["cp"])(None)
     mixer.group = dataclasses.make_dataclass("Group", ["inference"])(Inference(8, "hype", 20.0))
     assert relative_error(mixer.attend(q, k, v, SequenceLayout(40)), expected) <= EXACT

@@ -109,7 +109,7 @@ def test_positions_where_none_is_written(recipe, mixer, position):
 def test_defaults_of_the_mixers(recipe):
     model = recipe([GDN]).model
     expected = {
-        "attention": {"rope_base": 10_000, "qk_norm": False, "output_gate": "none"},
+        "attention": {"rope_base": 10_000, "qk_norm": False, "output_gate": "none", "backend": "auto"},
         "swa": {"window": 128, "rope_base": 10_000, "qk_norm": False, "output_gate": "none"},
         "gla": {"qk_norm": False, "output_gate": "silu", "short_conv": 0, "num_kv_heads": None, "rope_base": 10_000}
         | {"gate_rank": 16, "gate_temperature": 16},
