@@ -1,6 +1,6 @@
 """Softmax cross entropy of rows of logits in two passes: sums over each row, then its gradient. Between them tensor ranks join theirs.
 
-On CUDA in float32 each pass is one Triton kernel (cross_entropy_kernels.py) that reads the logits once; elsewhere the same in torch.
+On CUDA in float32 each pass is one Triton kernel (kernels/cross_entropy.py) that reads the logits once; elsewhere the same in torch.
 Targets number the words from the first one of these rows; one outside of them is another rank's, and belongs to no column here.
 """
 
@@ -31,9 +31,9 @@ class RowSums(NamedTuple):
 def row_sums(logits: Tensor, targets: Tensor) -> RowSums:
     """logits [t, words], targets [t]. What is left in `logits` is for `gradient`: the logits on CUDA, elsewhere e^(logit - highest)."""
     if _by_kernel(logits):
-        from hybrid_megatron.ops import cross_entropy_kernels
+        from hybrid_megatron.ops.kernels import cross_entropy as kernels
 
-        return RowSums(*cross_entropy_kernels.row_sums(logits, targets))
+        return RowSums(*kernels.row_sums(logits, targets))
     highest, (mine, word) = logits.amax(dim=-1), _here(targets, logits.shape[1])
     chosen = logits.gather(1, word[:, None])[:, 0] * mine
     return RowSums(highest, logits.sub_(highest[:, None]).exp_().sum(dim=-1), chosen)
@@ -57,9 +57,9 @@ def gradient(logits: Tensor, targets: Tensor, own: RowSums, joined: RowSums, wei
     the row of logits did: in bfloat16 there is a gap as long as a row between two of them, which matrix products take as it is.
     """
     if _by_kernel(logits):
-        from hybrid_megatron.ops import cross_entropy_kernels
+        from hybrid_megatron.ops.kernels import cross_entropy as kernels
 
-        return cross_entropy_kernels.gradient(logits, targets, joined.highest, joined.total, weights, dtype)
+        return kernels.gradient(logits, targets, joined.highest, joined.total, weights, dtype)
     logits *= ((own.highest - joined.highest).exp() / joined.total)[:, None]
     mine, word = _here(targets, logits.shape[1])
     logits[torch.arange(len(logits), device=logits.device), word] -= mine.to(logits.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 def log_gate_and_beta(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, largest_beta: int) -> tuple[Tensor, Tensor]:
     """(g, beta) [b, s, n], in float32 or wider, of a, b [b, s, n] as projected; A_log, dt_bias [n]. Keeps its inputs alone."""
     if a.is_cuda and a.dtype is not torch.float64:
-        from hybrid_megatron.ops.gated_delta_gates_kernels import Gates
+        from hybrid_megatron.ops.kernels.gated_delta_gates import Gates
 
         return Gates.apply(a, b, A_log, dt_bias, largest_beta)
     wide = torch.promote_types(a.dtype, torch.float32)

@@ -17,7 +17,7 @@ def gated_norm(o: Tensor, weight: Tensor, z: Tensor, eps: float, gate: str) -> T
     From the kernel it lies sequence first, as the output projection takes it. The gradient of o lies batch first, that of z as z does.
     """
     if o.is_cuda and o.dtype is not torch.float64:
-        from hybrid_megatron.ops.gated_norm_kernels import GatedNorm
+        from hybrid_megatron.ops.kernels.gated_norm import GatedNorm
 
         return GatedNorm.apply(o, weight, z, eps, gate)
     return F.rms_norm(o, weight.shape, weight, eps) * GATES[gate](z)

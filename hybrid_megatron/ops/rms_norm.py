@@ -28,6 +28,6 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, of_input: Tensor | None):
-        from hybrid_megatron.ops.rms_norm_kernels import gradients
+        from hybrid_megatron.ops.kernels.rms_norm import gradients
 
         return *gradients(grad, of_input, *ctx.saved_tensors), None

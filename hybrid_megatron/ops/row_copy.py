@@ -8,7 +8,7 @@ from torch import Tensor
 def copy_rows(source: Tensor, target: Tensor) -> None:
     """source [b, s, n, d] into target [b, s, n, d], a view whose last dimension is dense."""
     if target.is_cuda:
-        from hybrid_megatron.ops.row_copy_kernel import copy
+        from hybrid_megatron.ops.kernels.row_copy import copy
 
         copy(source, target)
     else:

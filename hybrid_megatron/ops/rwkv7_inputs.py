@@ -23,7 +23,7 @@ def recurrence_inputs(
     heads = k.shape[2:]
     decay, rate = decay.unflatten(-1, heads), rate.unflatten(-1, heads)
     if k.is_cuda and k.dtype is not torch.float64:
-        from hybrid_megatron.ops.rwkv7_inputs_kernels import RecurrenceInputs
+        from hybrid_megatron.ops.kernels.rwkv7_inputs import RecurrenceInputs
 
         return RecurrenceInputs.apply(k, decay, rate, decay_bias, rate_bias, k_k, k_a)
     return by_definition(k, decay, rate, decay_bias, rate_bias, k_k, k_a)

@@ -17,7 +17,7 @@ def finished(o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, weight: T
     """
     gate = gate.unflatten(-1, o.shape[2:])
     if o.is_cuda and o.dtype is not torch.float64:
-        from hybrid_megatron.ops.rwkv7_output_kernels import Finished
+        from hybrid_megatron.ops.kernels.rwkv7_output import Finished
 
         return Finished.apply(o, r, k, v, gate, weight, bias, r_k, eps)
     return by_definition(o, r, k, v, gate, weight, bias, r_k, eps)

@@ -10,7 +10,7 @@ from torch import Tensor
 def silu(x: Tensor) -> Tensor:
     """SiLU(x) for x [b, s, n, d], computed in float32 or wider, in the type of x."""
     if _by_kernel(x):
-        from hybrid_megatron.ops.silu_kernels import SiLU
+        from hybrid_megatron.ops.kernels.silu import SiLU
 
         return SiLU.apply(x, False)
     return F.silu(x)
@@ -19,7 +19,7 @@ def silu(x: Tensor) -> Tensor:
 def unit_silu(x: Tensor) -> Tensor:
     """SiLU(x) / ||SiLU(x)|| over the last dimension of x [b, s, n, d], in float32 or wider, in the type of x."""
     if _by_kernel(x):
-        from hybrid_megatron.ops.silu_kernels import SiLU
+        from hybrid_megatron.ops.kernels.silu import SiLU
 
         return SiLU.apply(x, True)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

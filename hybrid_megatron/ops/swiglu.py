@@ -19,7 +19,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         if _by_kernel(x):
-            from hybrid_megatron.ops.swiglu_kernels import product
+            from hybrid_megatron.ops.kernels.swiglu import product
 
             return product(x)
         gate, up = x.chunk(2, dim=-1)
@@ -29,7 +29,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         if _by_kernel(x):
-            from hybrid_megatron.ops.swiglu_kernels import gradient
+            from hybrid_megatron.ops.kernels.swiglu import gradient
 
             return gradient(grad, x)
         return _by_definition(grad, x)

@@ -54,7 +54,7 @@ def _mixed(x: Tensor, first: Tensor, starts: Tensor | None, mixes: Tensor) -> Te
     Before a token stands the one before it in x [b, s, h], `first` [b, chunks, h] before the chunks that s consists of, zeros at `starts`.
     """
     if _by_kernel(x):
-        from hybrid_megatron.ops.token_shift_kernels import mixed
+        from hybrid_megatron.ops.kernels.token_shift import mixed
 
         return mixed(x, first, starts, mixes)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -65,9 +65,9 @@ def _mixed(x: Tensor, first: Tensor, starts: Tensor | None, mixes: Tensor) -> Te
 def _mixed_backward(gradients: Tensor, x: Tensor, first: Tensor, starts: Tensor | None, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, first and mixes, from those of `_mixed`."""
     if _by_kernel(x):
-        from hybrid_megatron.ops import token_shift_kernels
+        from hybrid_megatron.ops.kernels import token_shift as kernels
 
-        return token_shift_kernels.gradients(gradients, x, first, starts, mixes)
+        return kernels.gradients(gradients, x, first, starts, mixes)
     wide = torch.promote_types(x.dtype, torch.float32)
     gradients, change = gradients.to(wide), _before(x, first, starts).to(wide) - x.to(wide)
     of_before = (mixes.to(wide)[:, None, None] * gradients).sum(0)

@@ -8,25 +8,21 @@ import json
 import torch
 import torch.nn.functional as F
 
-from hybrid_megatron.ops import (
-    cross_entropy_kernels,
-    gated_delta_gates_kernels,
-    gated_norm_kernels,
-    head_rows,
-    rms_norm_kernels,
-    rotary_kernel,
-    row_copy_kernel,
-    rwkv7_inputs,
-    rwkv7_inputs_kernels,
-    rwkv7_output,
-    rwkv7_output_kernels,
-    silu_kernels,
-    swiglu_kernels,
-    token_shift,
-    token_shift_kernels,
-)
+from hybrid_megatron.ops import rwkv7_inputs, rwkv7_output, token_shift
 from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_norm import GATES
+from hybrid_megatron.ops.kernels import cross_entropy as cross_entropy_kernels
+from hybrid_megatron.ops.kernels import gated_delta_gates as gated_delta_gates_kernels
+from hybrid_megatron.ops.kernels import gated_norm as gated_norm_kernels
+from hybrid_megatron.ops.kernels import head_rows
+from hybrid_megatron.ops.kernels import rms_norm as rms_norm_kernels
+from hybrid_megatron.ops.kernels import rotary as rotary_kernel
+from hybrid_megatron.ops.kernels import row_copy as row_copy_kernel
+from hybrid_megatron.ops.kernels import rwkv7_inputs as rwkv7_inputs_kernels
+from hybrid_megatron.ops.kernels import rwkv7_output as rwkv7_output_kernels
+from hybrid_megatron.ops.kernels import silu as silu_kernels
+from hybrid_megatron.ops.kernels import swiglu as swiglu_kernels
+from hybrid_megatron.ops.kernels import token_shift as token_shift_kernels
 from tests.definitions import relative_error
 
 

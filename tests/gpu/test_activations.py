@@ -13,7 +13,7 @@ from hybrid_megatron.model import mixer_layer
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.pattern import plan_layers
-from hybrid_megatron.ops import gated_norm_kernels, rotary_kernel, silu_kernels
+from hybrid_megatron.ops.kernels import gated_norm, rotary, silu
 from hybrid_megatron.ops.row_copy import copy_rows
 from hybrid_megatron.parallel import SequenceLayout, start
 from tests.definitions import relative_error
@@ -133,7 +133,7 @@ def test_gradients_written_in_place_are_those_that_were_copied(state, name, monk
 
     monkeypatch.setattr(mixer_layer, "copy_rows", lambda source, target: (copies.append(source), copy_rows(source, target)))
     in_place, left = gradients(), len(copies)
-    for kernels in (silu_kernels, rotary_kernel, gated_norm_kernels):
+    for kernels in (silu, rotary, gated_norm):
         monkeypatch.setattr(kernels, "place_of_gradient", lambda x: None)
     copied = gradients()
     print(f"{name}: {left} of {len(copies)} slices copied")

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_megatron.model.attention.rope import rotate
-from hybrid_megatron.ops import cross_entropy_kernels, token_shift
+from hybrid_megatron.ops import token_shift
 from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_norm import GATES, gated_norm
+from hybrid_megatron.ops.kernels import cross_entropy as cross_entropy_kernels
 from hybrid_megatron.ops.matmul import add_matmul_, matmul
 from hybrid_megatron.ops.rms_norm import rms_norm, rms_norm_and_input
 from hybrid_megatron.ops.row_copy import batch_first, copy_rows

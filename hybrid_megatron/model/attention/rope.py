@@ -23,7 +23,7 @@ def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: 
     else:
         cos, sin = _table(SequenceLayout(layout.context, layout.size, layout.rank), *table)
     if x.is_cuda and work is torch.float32:
-        from hybrid_megatron.ops.rotary_kernel import Rotate
+        from hybrid_megatron.ops.kernels.rotary import Rotate
 
         return Rotate.apply(x, *(table.view(-1, x.shape[1], x.shape[-1] // 2) for table in (cos, sin)), batch_first)
     first, second = x.to(work).chunk(2, dim=-1)

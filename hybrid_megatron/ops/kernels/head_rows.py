@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_megatron.ops.row_layout import steps_between_rows
+from hybrid_megatron.ops.kernels.row_layout import steps_between_rows
 
 _ELEMENTS = 1024  # of a program at once
 _ELEMENTS_BACKWARD = 512  # where sums take registers too

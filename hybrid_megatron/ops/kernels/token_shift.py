@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_megatron.ops.row_layout import dense_rows, empty_like, lies_sequence_first
+from hybrid_megatron.ops.kernels.row_layout import dense_rows, empty_like, lies_sequence_first
 
 _TOKENS = 4  # of a program forward
 _CHANNELS = 128  # of a program: one warp, and few enough for the sums of six mixes to stay in registers

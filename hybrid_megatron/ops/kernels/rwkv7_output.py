@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_megatron.ops.head_rows import grid, grid_with_sums, load, parameter, place, steps_of, store, store_sum, summed
-from hybrid_megatron.ops.row_layout import dense_rows, empty_like, lies_sequence_first
+from hybrid_megatron.ops.kernels.head_rows import grid, grid_with_sums, load, parameter, place, steps_of, store, store_sum, summed
+from hybrid_megatron.ops.kernels.row_layout import dense_rows, empty_like, lies_sequence_first
 
 _SUMS: tl.constexpr = tl.constexpr(3)  # for weight, bias, r_k
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_megatron.ops.gradient_place import place_of_gradient
-from hybrid_megatron.ops.row_layout import dense_rows, empty_for_gradient, empty_like, steps_between_rows
+from hybrid_megatron.ops.kernels.row_layout import dense_rows, empty_for_gradient, empty_like, steps_between_rows
 
 _ROWS = 16  # of a program at once
 _PROGRAMS = 1024  # about as many in the backward pass: each has a sum of its own for the weight

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_megatron.ops.row_layout import dense_rows, steps_between_rows
+from hybrid_megatron.ops.kernels.row_layout import dense_rows, steps_between_rows
 
 _ROWS = 16  # of a program
 

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_megatron.ops.generalized_delta_rule import STRONGEST_GATE
-from hybrid_megatron.ops.head_rows import grid, grid_with_sums, load, parameter, place, steps_of, store, store_sum, summed
-from hybrid_megatron.ops.row_layout import dense_rows, empty_like, lies_sequence_first
+from hybrid_megatron.ops.kernels.head_rows import grid, grid_with_sums, load, parameter, place, steps_of, store, store_sum, summed
+from hybrid_megatron.ops.kernels.row_layout import dense_rows, empty_like, lies_sequence_first
 
 _SMALLEST: tl.constexpr = tl.constexpr(1e-12)
 """A length below it counts as this, as in torch.nn.functional.normalize."""

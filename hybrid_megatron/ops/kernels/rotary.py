@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_megatron.ops.gradient_place import place_of_gradient
-from hybrid_megatron.ops.row_layout import dense_rows, empty_like, lies_sequence_first, steps_between_rows
+from hybrid_megatron.ops.kernels.row_layout import dense_rows, empty_like, lies_sequence_first, steps_between_rows
 
 _HEADS = 16  # of a program
 
