@@ -1,8 +1,8 @@
 """What a kernel is for, by its name: one table, the first rule that matches counts.
 
-Names are those of CUDA kernels as the profiler reports them (`_row_sums`, `_gradient`, `_rotate` and `_silu` are kernels of ops/kernels/), and of
-torch's operators, which stand for them on a CPU. A name says what a
-kernel does, not who asked for it: the product for the logits is a matrix product, a copy of master weights an elementwise one.
+Names are those of CUDA kernels as the profiler reports them (`_row_sums`, `_gradient`, `_rotate` and `_silu` are of ops/kernels/), and of
+torch's operators, which stand for them on a CPU. A name says what a kernel does, not who asked for it: the product for the logits is a
+matrix product, a copy of master weights an elementwise one.
 """
 
 import re
