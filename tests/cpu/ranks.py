@@ -4,12 +4,14 @@ Importing torch and megatron-core takes seconds a process, so the processes live
 WORLD_SIZE and the rest set as torchrun sets them, and starts and ends its own process groups.
 """
 
+import fcntl
 import gc
 import multiprocessing
 import multiprocessing.connection
 import os
 import random
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +26,8 @@ class Ranks:
         self.size = size
         first = 20_000 + _PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
         self.ports = range(first, first + _PORTS)
-        self.port = random.choice(self.ports)  # two sets of tests on one machine
+        self.port = random.choice(self.ports)
+        self.locks = open(os.path.join(tempfile.gettempdir(), f"hybrid_megatron_ports_{os.getuid()}"), "a")
         self._start()
 
     def _start(self) -> None:
@@ -49,11 +52,14 @@ class Ranks:
         return [answers[rank][1] for rank in range(size)]
 
     def _free_port(self) -> int:
-        """Of this test process's own, and below those that the system gives to connections: nobody takes it before the ranks do."""
+        """Of this test process's own, and below those that the system gives to connections: nobody takes it before the ranks do. Another
+        set of tests on this machine would find its number's byte of a file locked."""
+        fcntl.lockf(self.locks, fcntl.LOCK_UN, 1, self.port)
         while True:
             self.port = self.port + 1 if self.port + 1 < self.ports.stop else self.ports.start
             with socket.socket() as free:
                 try:
+                    fcntl.lockf(self.locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.port)
                     free.bind(("127.0.0.1", self.port))
                     return self.port
                 except OSError:
