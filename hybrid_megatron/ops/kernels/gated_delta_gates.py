@@ -20,19 +20,34 @@ def _softplus(x):
 
 
 @triton.jit
+def _places(tokens, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """(sample, tokens [TOKENS, 1], heads [1, HEADS], which of these places there are) of this program."""
+    batch = tl.program_id(1).to(tl.int64)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    head = tl.arange(0, HEADS)[None, :]
+    return batch, token, head, (token < tokens) & (head < heads)
+
+
+@triton.jit
+def _read(a, b, A_log, dt_bias, batch, token, head, heads, inside, a_batch, a_token, a_head, b_batch, b_token, b_head):
+    """(decay rate of the heads, a + dt_bias, b), in float32."""
+    rate = tl.exp(tl.load(A_log + head, mask=head < heads, other=0.0).to(tl.float32))
+    bias = tl.load(dt_bias + head, mask=head < heads, other=0.0).to(tl.float32)
+    step = tl.load(a + batch * a_batch + token * a_token + head * a_head, mask=inside, other=0.0).to(tl.float32) + bias
+    opening = tl.load(b + batch * b_batch + token * b_token + head * b_head, mask=inside, other=0.0).to(tl.float32)
+    return rate, step, opening
+
+
+@triton.jit
 def _gates(
     a, b, A_log, dt_bias, g, beta, tokens, heads, largest, a_batch, a_token, a_head, b_batch, b_token, b_head,
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    batch = tl.program_id(1).to(tl.int64)
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    head = tl.arange(0, HEADS)[None, :]
-    inside, place = (token < tokens) & (head < heads), token.to(tl.int64)
-    rate = tl.exp(tl.load(A_log + head, mask=head < heads, other=0.0).to(tl.float32))
-    bias = tl.load(dt_bias + head, mask=head < heads, other=0.0).to(tl.float32)
-    step = tl.load(a + batch * a_batch + place * a_token + head * a_head, mask=inside, other=0.0).to(tl.float32) + bias
-    opening = tl.load(b + batch * b_batch + place * b_token + head * b_head, mask=inside, other=0.0).to(tl.float32)
-    target = (batch * tokens + place) * heads + head
+    batch, token, head, inside = _places(tokens, heads, TOKENS, HEADS)
+    rate, step, opening = _read(
+        a, b, A_log, dt_bias, batch, token, head, heads, inside, a_batch, a_token, a_head, b_batch, b_token, b_head
+    )  # fmt: skip
+    target = (batch * tokens + token) * heads + head
     tl.store(g + target, -rate * _softplus(step), mask=inside)
     tl.store(beta + target, largest * tl.sigmoid(opening), mask=inside)
 
@@ -44,22 +59,18 @@ def _gates_gradients(
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """`sums` [programs, 2, heads]: this program's part of the gradients of A_log and dt_bias."""
-    batch = tl.program_id(1).to(tl.int64)
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    head = tl.arange(0, HEADS)[None, :]
-    inside, place = (token < tokens) & (head < heads), token.to(tl.int64)
-    rate = tl.exp(tl.load(A_log + head, mask=head < heads, other=0.0).to(tl.float32))
-    bias = tl.load(dt_bias + head, mask=head < heads, other=0.0).to(tl.float32)
-    step = tl.load(a + batch * a_batch + place * a_token + head * a_head, mask=inside, other=0.0).to(tl.float32) + bias
-    opening = tl.load(b + batch * b_batch + place * b_token + head * b_head, mask=inside, other=0.0).to(tl.float32)
-    source = (batch * tokens + place) * heads + head
+    batch, token, head, inside = _places(tokens, heads, TOKENS, HEADS)
+    rate, step, opening = _read(
+        a, b, A_log, dt_bias, batch, token, head, heads, inside, a_batch, a_token, a_head, b_batch, b_token, b_head
+    )  # fmt: skip
+    source = (batch * tokens + token) * heads + head
     upper = tl.load(of_g + source, mask=inside, other=0.0) * -rate
     of_step = upper * tl.sigmoid(step)
     share = tl.sigmoid(opening)
     of_opening = tl.load(of_beta + source, mask=inside, other=0.0) * largest * share * (1.0 - share)
-    target = of_a + batch * of_a_batch + place * of_a_token + head * of_a_head
+    target = of_a + batch * of_a_batch + token * of_a_token + head * of_a_head
     tl.store(target, of_step.to(of_a.dtype.element_ty), mask=inside)
-    target = of_b + batch * of_b_batch + place * of_b_token + head * of_b_head
+    target = of_b + batch * of_b_batch + token * of_b_token + head * of_b_head
     tl.store(target, of_opening.to(of_b.dtype.element_ty), mask=inside)
     mine = sums + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * 2 * heads + tl.arange(0, HEADS)
     known = tl.arange(0, HEADS) < heads

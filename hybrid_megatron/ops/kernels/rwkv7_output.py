@@ -22,6 +22,20 @@ def _normal(values, column, width, eps):
 
 
 @triton.jit
+def _parts(
+    o, r, k, v, gate, o_steps, r_steps, k_steps, v_steps, gate_steps, u, batch, token, head, column, inside, width, eps,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """(norm of o, 1 / standard deviation, r, k, bonus of a token for its own value, v, gate)."""
+    normal, inverse = _normal(load(o, o_steps, batch, token, head, column, inside, STEP), column, width, eps)
+    reads = load(r, r_steps, batch, token, head, column, inside, STEP)
+    keys = load(k, k_steps, batch, token, head, column, inside, STEP)
+    bonus = tl.sum(reads * keys * u, axis=1)[:, None]
+    own = load(v, v_steps, batch, token, head, column, inside, STEP)
+    return normal, inverse, reads, keys, bonus, own, load(gate, gate_steps, batch, token, head, column, inside, STEP)
+
+
+@triton.jit
 def _rwkv7_output(
     o, r, k, v, gate, weight, bias, r_k, out, tokens, heads, width, eps,
     o_steps, r_steps, k_steps, v_steps, gate_steps, out_steps,
@@ -31,13 +45,10 @@ def _rwkv7_output(
     block, head, batch = place(heads)
     token, column = (block * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, WIDTH)[None, :]
     inside = (token < tokens) & (column < width)
-    values = load(o, o_steps, batch, token, head, column, inside, STEP)
-    reads = load(r, r_steps, batch, token, head, column, inside, STEP)
-    keys = load(k, k_steps, batch, token, head, column, inside, STEP)
-    own = load(v, v_steps, batch, token, head, column, inside, STEP)
-    gates = load(gate, gate_steps, batch, token, head, column, inside, STEP)
-    normal, _ = _normal(values, column, width, eps)
-    bonus = tl.sum(reads * keys * parameter(r_k, head, column, width), axis=1)[:, None]
+    u = parameter(r_k, head, column, width)
+    normal, _, _, _, bonus, own, gates = _parts(
+        o, r, k, v, gate, o_steps, r_steps, k_steps, v_steps, gate_steps, u, batch, token, head, column, inside, width, eps, STEP
+    )  # fmt: skip
     normal = normal * parameter(weight, head, column, width) + parameter(bias, head, column, width)
     store(out, (normal + bonus * own) * gates, out_steps, batch, token, head, column, inside, STEP)
 
@@ -59,14 +70,9 @@ def _rwkv7_output_gradients(
         token = (first + tl.arange(0, ROWS))[:, None]
         inside = (token < tokens) & (column < width)
         of_out = load(grad, grad_steps, batch, token, head, column, inside, STEP)
-        gates = load(gate, gate_steps, batch, token, head, column, inside, STEP)
-        values = load(o, o_steps, batch, token, head, column, inside, STEP)
-        reads = load(r, r_steps, batch, token, head, column, inside, STEP)
-        keys = load(k, k_steps, batch, token, head, column, inside, STEP)
-        own = load(v, v_steps, batch, token, head, column, inside, STEP)
-
-        normal, inverse = _normal(values, column, width, eps)
-        bonus = tl.sum(reads * keys * u, axis=1)[:, None]
+        normal, inverse, reads, keys, bonus, own, gates = _parts(
+            o, r, k, v, gate, o_steps, r_steps, k_steps, v_steps, gate_steps, u, batch, token, head, column, inside, width, eps, STEP
+        )  # fmt: skip
         of_gates = of_out * (normal * w + shift + bonus * own)
         store(of_gate, of_gates, of_gate_steps, batch, token, head, column, inside, STEP)
 
