@@ -20,8 +20,6 @@ from hybrid_megatron.ops.recurrence import MatrixTransition
 from hybrid_megatron.ops.triangular import inverse_unit_lower
 
 CHUNK = 16
-KERNEL_CHUNK = 64
-"""Tokens of a chunk in FLA's kernels, which keep two matrices of that width for the backward pass."""
 
 
 class KimiDeltaRule(MatrixTransition):

@@ -9,6 +9,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+KERNEL_CHUNK = 64
+"""Tokens that FLA's kernels of these recurrences take at once."""
+
 
 class Recurrence(ABC):
     """The recurrence of one layer's heads. `inputs` are tensors [b, s, n, ...] in the order of `input_names`; document_starts [b, s] bool.

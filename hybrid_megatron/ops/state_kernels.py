@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hybrid_megatron.ops.documents import sequences_of
+from hybrid_megatron.ops.recurrence import KERNEL_CHUNK
 from hybrid_megatron.ops.row_copy import batch_first
 
-_CHUNK = 64
 _NONE_BETWEEN = 2**30
 """Tokens from one state that a kernel writes down to the next."""
 
@@ -26,7 +26,7 @@ def decayed_sum(k: Tensor, v: Tensor, starts: Tensor | None, **decay: Tensor) ->
 
     def kernel(k, v, *gates, cu_seqlens):
         sums = _decay_for_kernels(decay, gates, cu_seqlens)
-        sizes = {"chunk_size": _CHUNK, "split_size": _NONE_BETWEEN}
+        sizes = {"chunk_size": KERNEL_CHUNK, "split_size": _NONE_BETWEEN}
         return chunk_fwd_h(k, v, **sums, output_final_state=True, cu_seqlens=cu_seqlens, **sizes)[1]
 
     return _of_last_sequences(kernel, (k, v, *_by_token(decay)), starts)
@@ -38,7 +38,7 @@ def gradient_under_decay(q: Tensor, grad: Tensor, scale: float, starts: Tensor |
 
     def kernel(q, grad, *gates, cu_seqlens):
         sums = _decay_for_kernels(decay, gates, cu_seqlens)
-        sizes = {"chunk_size": _CHUNK, "split_size": _NONE_BETWEEN, "states_in_fp32": True}
+        sizes = {"chunk_size": KERNEL_CHUNK, "split_size": _NONE_BETWEEN, "states_in_fp32": True}
         state = _zero_states(q, grad, cu_seqlens)
         # Of k, v and the first state it asks the shape alone.
         return chunk_bwd_dh(q, q, grad, grad, state, state, scale, **sums, cu_seqlens=cu_seqlens, **sizes)[1]
@@ -52,7 +52,7 @@ def gated_delta_summary(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: T
 
     def kernel(k, v, g, beta, *, cu_seqlens):
         g = _sums_of_gates(g, cu_seqlens)
-        w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=_CHUNK)
+        w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK)
         return _last_states(k, w, u, cu_seqlens, g=g)
 
     return _cut(_of_last_sequences(kernel, (k, v, g, beta), starts), v.shape[-1])
@@ -67,8 +67,8 @@ def gradient_under_gated_delta(
 
     def kernel(q, k, v, g, beta, grad, *, cu_seqlens):
         g = _sums_of_gates(g, cu_seqlens)
-        w, _, _ = chunk_gated_delta_rule_fwd_intra(k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=_CHUNK)
-        dv = chunk_bwd_dv_local(q, k, grad, g=g, scale=scale, cu_seqlens=cu_seqlens, chunk_size=_CHUNK)
+        w, _, _ = chunk_gated_delta_rule_fwd_intra(k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK)
+        dv = chunk_bwd_dv_local(q, k, grad, g=g, scale=scale, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK)
         return _first_gradients(q, k, w, grad, dv, scale, cu_seqlens, g=g)
 
     return _of_first_sequences(kernel, (q, k, v, g, beta, grad), starts)
@@ -92,7 +92,7 @@ def gradient_under_kimi_delta(
 
     def kernel(q, k, v, g, beta, grad, *, cu_seqlens):
         w, _, decayed_q, decayed_k, scores, g = _kimi_factors(q, k, v, g, beta, scale, cu_seqlens)
-        _, dv = chunk_kda_bwd_dAv(q, k, v, grad, A=scores, scale=scale, cu_seqlens=cu_seqlens, chunk_size=_CHUNK)
+        _, dv = chunk_kda_bwd_dAv(q, k, v, grad, A=scores, scale=scale, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK)
         return _first_gradients(decayed_q, decayed_k, w, grad, dv, scale, cu_seqlens, gk=g)
 
     return _of_first_sequences(kernel, (q, k, v, g, beta, grad), starts)
@@ -104,7 +104,7 @@ def _kimi_factors(q, k, v, g, beta, scale: float, cu_seqlens: Tensor | None) -> 
 
     g = _sums_of_gates(g, cu_seqlens)
     w, u, decayed_q, decayed_k, scores, _ = chunk_kda_fwd_intra(
-        q, k, v, gk=g, beta=beta, scale=scale, cu_seqlens=cu_seqlens, chunk_size=_CHUNK, disable_recompute=True
+        q, k, v, gk=g, beta=beta, scale=scale, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK, disable_recompute=True
     )
     return w, u, decayed_q, decayed_k, scores, g
 
@@ -118,7 +118,7 @@ def _last_states(k: Tensor, w: Tensor, u: Tensor, cu_seqlens: Tensor | None, **s
     start[..., width_v:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
     updates = torch.nn.functional.pad(u, (0, width_k))
     return chunk_gated_delta_rule_fwd_h(
-        k, w, updates, **sums, initial_state=start, output_final_state=True, chunk_size=_CHUNK, cu_seqlens=cu_seqlens
+        k, w, updates, **sums, initial_state=start, output_final_state=True, chunk_size=KERNEL_CHUNK, cu_seqlens=cu_seqlens
     )[2]
 
 
@@ -127,7 +127,7 @@ def _first_gradients(q, k, w, grad, dv, scale: float, cu_seqlens: Tensor | None,
 
     state = _zero_states(k, grad, cu_seqlens)
     return chunk_gated_delta_rule_bwd_dhu(
-        q, k, w, grad, dv, **sums, h0=state, dht=state, scale=scale, cu_seqlens=cu_seqlens, chunk_size=_CHUNK
+        q, k, w, grad, dv, **sums, h0=state, dht=state, scale=scale, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK
     )[1]
 
 
@@ -142,7 +142,7 @@ def _sums_of_gates(g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    return chunk_local_cumsum(g, _CHUNK, scale=RCP_LN2, cu_seqlens=cu_seqlens)
+    return chunk_local_cumsum(g, KERNEL_CHUNK, scale=RCP_LN2, cu_seqlens=cu_seqlens)
 
 
 def _by_token(decay: dict[str, Tensor]) -> tuple[Tensor, ...]:

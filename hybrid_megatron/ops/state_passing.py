@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybrid_megatron.ops.recurrence import Recurrence
+from hybrid_megatron.ops.recurrence import KERNEL_CHUNK, Recurrence
 from hybrid_megatron.ops.row_copy import batch_first
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.sequence_layout import gathered_order
@@ -26,8 +26,6 @@ _SIDE_BY_SIDE = 128
 """Heads of samples, or of pieces of them, at most: each is a few programs of a kernel, and an H200 has 132 multiprocessors."""
 _SHORTEST = 2048
 """Tokens of a piece at least."""
-_KERNEL_CHUNK = 64
-"""Tokens that the kernels take at once: a piece is a multiple of them."""
 
 
 def recurrence_over_ranks(
@@ -56,7 +54,7 @@ def pieces_of_a_chunk(recurrence: Recurrence, q: Tensor, layout: SequenceLayout)
     while (
         2 * pieces * chains <= _SIDE_BY_SIDE
         and layout.chunk_length >= 2 * pieces * _SHORTEST
-        and layout.chunk_length % (2 * pieces * _KERNEL_CHUNK) == 0
+        and layout.chunk_length % (2 * pieces * KERNEL_CHUNK) == 0
     ):
         pieces *= 2
     return pieces

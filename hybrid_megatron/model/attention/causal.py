@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from hybrid_megatron.model.attention.alignment import aligned
 from hybrid_megatron.model.attention.backends import causal
 from hybrid_megatron.model.attention.block_masks import document_blocks
+from hybrid_megatron.model.attention.chunks import joined
 from hybrid_megatron.model.attention.flex import flex
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_from_heads
@@ -54,9 +55,7 @@ def causal_attention(
             outputs.append(causal(queries, keys, values, scale, backend))
         else:
             outputs.append(_causal_in_documents(queries, keys, values, scale, documents[:, :end]))
-    if len(outputs) == 1:
-        return outputs[0].transpose(1, 2)
-    return torch.cat([o.permute(2, 0, 1, 3) for o in outputs]).transpose(0, 1)  # joined as it lies on one rank, sequence first
+    return joined(outputs)
 
 
 def _over_shares_of_heads(

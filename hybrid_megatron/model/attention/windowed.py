@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from hybrid_megatron.model.attention.alignment import aligned
 from hybrid_megatron.model.attention.block_masks import document_blocks, window_blocks
 from hybrid_megatron.model.attention.causal import causal_attention
+from hybrid_megatron.model.attention.chunks import joined
 from hybrid_megatron.model.attention.flex import flex
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.halo import preceding_tokens
@@ -38,9 +39,7 @@ def windowed_attention(
         end = (chunk + 1) * length
         seen = None if documents is None else documents[:, end - keys.shape[1] : end]
         outputs.append(_windowed(*(aligned(x).transpose(1, 2) for x in (queries, keys, values)), window, scale, seen))
-    if len(outputs) == 1:
-        return outputs[0].transpose(1, 2)
-    return torch.cat([o.permute(2, 0, 1, 3) for o in outputs]).transpose(0, 1)  # joined as it lies on one rank, sequence first
+    return joined(outputs)
 
 
 def _keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, window: int, group: ProcessGroup | None) -> list[tuple[Tensor, Tensor]]:

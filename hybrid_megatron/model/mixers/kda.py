@@ -14,7 +14,8 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
 from hybrid_megatron.model.mixers.linear import LinearMixer
 from hybrid_megatron.ops.fused import fused
-from hybrid_megatron.ops.kimi_delta_rule import KERNEL_CHUNK, KimiDeltaRule
+from hybrid_megatron.ops.kimi_delta_rule import KimiDeltaRule
+from hybrid_megatron.ops.recurrence import KERNEL_CHUNK
 
 
 class KDA(LinearMixer):
