@@ -15,6 +15,7 @@ Writes layout_speed.json into --out ($OUT, or this folder). On a CPU, as a trial
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -36,6 +37,7 @@ MODELS = {
     "776m": "776m+rope", "776m gdn": "776m+gdn_nope_lh", "376m": "376m+rope", "1b": "1b+rope", "3b": "3b+rope", "tiny": "776m+rope+tiny",
 }  # fmt: skip
 LONG = 131_072
+BY_HEADS = ("parallel.context_attention=all_to_all", "parallel.context_linear=all_to_all")
 ALL = ",".join(
     [f"{model}@{context}" for context in (4096, 32_768) for model in ("776m", "776m gdn", "1b", "3b", "376m")] + [f"776m gdn@{LONG}"]
 )
@@ -93,12 +95,14 @@ def layouts(model: str, context: int, gpus: int) -> list[tuple[str, tuple[str, .
     """(name, words), the recommended one first; what the words do not say is data parallel."""
     tensor = (f"tensor 2, data {gpus // 2}", ("parallel.tensor=2", "parallel.sequence=true"))
     spread = (f"context 2, data {gpus // 2}", ("parallel.context=2",))
+    by_heads = (f"context 2 by heads, data {gpus // 2}", ("parallel.context=2", *BY_HEADS))
     pipeline = (f"pipeline 2, data {gpus // 2}", ("parallel.pipeline=2",))
     data = (f"data {gpus}", ())
     if context == LONG:
-        return [(f"context {gpus}", (f"parallel.context={gpus}",))]
+        whole = f"parallel.context={gpus}"
+        return [(f"context {gpus}", (whole,)), (f"context {gpus} by heads", (whole, *BY_HEADS))]
     if context > 4096:
-        return [spread, data, tensor]
+        return [spread, by_heads, data, tensor]
     return [data, tensor, pipeline] if model in ("776m", "3b") else [data, tensor]
 
 
@@ -174,6 +178,7 @@ def measure_afresh(cell: Cell) -> dict:
     from hybrid_megatron.benchmarking.measure import measure
 
     platform.select_device()
+    gc.collect()  # a model of before, in cycles of references
     torch._dynamo.reset()  # it keeps a few shapes of a function, and runs any more of them uncompiled
     if platform.is_cuda():
         torch.cuda.empty_cache()

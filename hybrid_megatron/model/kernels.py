@@ -24,9 +24,11 @@ def check_kernels(config: RunConfig, plan: LayerPlan) -> None:
         return
     groups = _groups(plan)
     if "attention" in groups and attention_backend(config, groups["attention"]) is None:
+        heads, kv_heads = _local_heads(config, groups["attention"])
         raise RunError(
-            f"model.attention.backend={config.model.attention.backend}: it does not run on {platform.device_name()} with heads of "
-            f"{config.model.head_dim} channels in {config.train.precision}; take another of {', '.join(BACKENDS)}"
+            f"model.attention.backend={config.model.attention.backend}: it does not run on {platform.device_name()} with {heads} heads "
+            f"over {kv_heads} of keys and values, {config.model.head_dim} channels each, in {config.train.precision}; take another of "
+            f"{', '.join(BACKENDS)}"
         )
     linear = _linear(groups)
     if not linear:
@@ -57,10 +59,14 @@ def kernels_taken(config: RunConfig, plan: LayerPlan) -> str | None:
 
 def attention_backend(config: RunConfig, group: HeadGroup) -> str | None:
     """Of full attention on this GPU (attention/backends.py)."""
-    model, tensor = config.model, config.parallel.tensor
-    kv_heads = MIXERS[group.mixer].units(model, group) // tensor
-    heads = group.heads // tensor, kv_heads
+    model, heads = config.model, _local_heads(config, group)
     return first_that_runs(model.attention.backend, *heads, model.head_dim, parameter_dtype(config), platform.device())
+
+
+def _local_heads(config: RunConfig, group: HeadGroup) -> tuple[int, int]:
+    """Of queries, and of keys and values, on a tensor rank."""
+    tensor = config.parallel.tensor
+    return group.heads // tensor, MIXERS[group.mixer].units(config.model, group) // tensor
 
 
 def _tuning() -> str:

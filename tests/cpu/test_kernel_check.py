@@ -90,7 +90,8 @@ def test_the_kernels_taken_are_told(as_on_a_gpu):
 
 
 def test_a_backend_that_does_not_run_is_refused(as_on_a_gpu):
-    with pytest.raises(RunError, match="model.attention.backend=cudnn: it does not run on a GPU with heads of 128 channels in bf16; take "):
+    told = "backend=cudnn: it does not run on a GPU with 12 heads over 12 of keys and values, 128 channels each, in bf16; take "
+    with pytest.raises(RunError, match=told):
         kernels.check_kernels(*plan_of("model.attention.backend=cudnn"))
     kernels.check_kernels(*plan_of("model.attention.backend=flash"))
 

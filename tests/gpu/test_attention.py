@@ -95,7 +95,9 @@ def test_every_backend(backend, dtype, kv_heads):
     """Whole samples, and queries that are the last half of the keys' span, as the second of two chunks; those that do not run say so."""
     inputs = draw(2, 512, 4, kv_heads, 64, dtype)
     if first_that_runs(backend, 4, kv_heads, 64, dtype, inputs[0].device) is None:
-        assert backend in ("cudnn", "flash") and dtype == torch.float32, "kernels of 16-bit types alone"
+        wants_16_bits = backend in ("cudnn", "flash") and dtype == torch.float32
+        wants_own_keys = backend == "efficient" and kv_heads < 4
+        assert wants_16_bits or wants_own_keys
         return
 
     def over(attention):
@@ -204,6 +206,17 @@ def test_plain_causal_attention_runs_in_cudnn():
     assert {"aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward"} <= names, sorted(names)
 
 
+@pytest.mark.parametrize("kv_heads", [12, 4])
+def test_a_later_chunk_runs_in_cudnn(kv_heads):
+    """Its own keys and the earlier ones, forward and backward."""
+    q, k, v = (x.requires_grad_() for x in draw(1, 4096, 12, kv_heads, 128, torch.bfloat16))
+    names = operators(
+        lambda: backends.causal(*(x.transpose(1, 2) for x in (q[:, 3072:], k, v)), 128**-0.5, "auto").float().sum().backward()
+    )
+    assert {"aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward"} <= names, sorted(names)
+    assert {f"aten::_scaled_dot_product_{other}_attention" for other in ("flash", "efficient")}.isdisjoint(names), sorted(names)
+
+
 @pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.bfloat16, 4), (torch.float32, 12)])
 def test_no_form_falls_back_to_the_whole_score_matrix(dtype, kv_heads):
     q, k, v = draw(1, 1024, 12, kv_heads, 128, dtype)
@@ -229,7 +242,7 @@ def test_memory_grows_with_the_length_alone(chunked):
     queries = q[:, length // 2 :] if chunked else q
 
     def step() -> None:
-        causal._causal(*(x.transpose(1, 2) for x in (queries, k, v)), 128**-0.5).float().sum().backward()
+        backends.causal(*(x.transpose(1, 2) for x in (queries, k, v)), 128**-0.5, "auto").float().sum().backward()
 
     assert peak_bytes(step) < 400 * 2**20
 

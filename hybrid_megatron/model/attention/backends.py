@@ -2,7 +2,7 @@
 
 `model.attention.backend` names one. auto is cuDNN's, which measured 1.7 times flash-2 on an H200, then flash, then torch's other two; the
 choice is torch's, call by call. flex is FlexAttention, which documents and windows take in any case. Queries that are the last of their
-keys' span, as context ranks have them, cudnn leaves to the others: torch would make it a mask of all scores. A CPU has one kernel.
+keys' span, as context ranks have them, cuDNN takes in two parts (two_parts.py). A CPU has one kernel, in two parts too.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from hybrid_megatron.model.attention import two_parts
 from hybrid_megatron.model.attention.block_masks import window_blocks
 from hybrid_megatron.model.attention.flex import flex
 
@@ -29,12 +30,14 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str) -> Tenso
     """softmax(scale * q k^T) v of queries that are the last ones of the keys' span; q [b, n, s, d], k, v [b, m, keys, d]."""
     if q.is_cuda and backend == "flex":
         return flex(q, k, v, window_blocks(q.shape[2], k.shape[2], k.shape[2], str(q.device)), scale)
-    bias = None if q.shape[2] == k.shape[2] else causal_lower_right(q.shape[2], k.shape[2])
-    more = {"attn_mask": bias, "is_causal": bias is None, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    square = q.shape[2] == k.shape[2]
+    if not square and (not q.is_cuda or backend in ("auto", "cudnn")) and two_parts.takes(q, k, v):
+        return two_parts.causal_in_two_parts(q, k, v, scale)
+    bias = None if square else causal_lower_right(q.shape[2], k.shape[2])
+    more = {"attn_mask": bias, "is_causal": square, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, **more)
-    free = backend == "auto" or (backend == "cudnn" and bias is not None)
-    with sdpa_kernel(list(_OF_SDPA.values()) if free else [_OF_SDPA[backend]], set_priority=True):
+    with sdpa_kernel(list(_OF_SDPA.values()) if backend == "auto" else [_OF_SDPA[backend]], set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, **more)
 
 
