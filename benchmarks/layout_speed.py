@@ -15,7 +15,6 @@ Writes layout_speed.json into --out ($OUT, or this folder). On a CPU, as a trial
 """
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -37,7 +36,6 @@ MODELS = {
     "776m": "776m+rope", "776m gdn": "776m+gdn_nope_lh", "376m": "376m+rope", "1b": "1b+rope", "3b": "3b+rope", "tiny": "776m+rope+tiny",
 }  # fmt: skip
 LONG = 131_072
-BY_HEADS = ("parallel.context_attention=all_to_all", "parallel.context_linear=all_to_all")
 ALL = ",".join(
     [f"{model}@{context}" for context in (4096, 32_768) for model in ("776m", "776m gdn", "1b", "3b", "376m")] + [f"776m gdn@{LONG}"]
 )
@@ -93,16 +91,17 @@ def measurements(wanted: list[tuple[str, int]], gpus: int, recommended: bool) ->
 
 def layouts(model: str, context: int, gpus: int) -> list[tuple[str, tuple[str, ...]]]:
     """(name, words), the recommended one first; what the words do not say is data parallel."""
-    tensor = (f"tensor 2, data {gpus // 2}", ("parallel.tensor=2", "parallel.sequence=true"))
-    spread = (f"context 2, data {gpus // 2}", ("parallel.context=2",))
-    by_heads = (f"context 2 by heads, data {gpus // 2}", ("parallel.context=2", *BY_HEADS))
-    pipeline = (f"pipeline 2, data {gpus // 2}", ("parallel.pipeline=2",))
     data = (f"data {gpus}", ())
+    tensor = (f"tensor 2, data {gpus // 2}", ("parallel.tensor=2", "parallel.sequence=true"))
+    pipeline = (f"pipeline 2, data {gpus // 2}", ("parallel.pipeline=2",))
+    ranks = gpus if context == LONG else 2
+    rest = "" if context == LONG else f", data {gpus // 2}"
+    spread = (f"context {ranks}{rest}", (f"parallel.context={ranks}",))
+    by_heads = (f"context {ranks}, attention by heads{rest}", (*spread[1], "parallel.context_attention=all_to_all"))
     if context == LONG:
-        whole = f"parallel.context={gpus}"
-        return [(f"context {gpus}", (whole,)), (f"context {gpus} by heads", (whole, *BY_HEADS))]
+        return [spread, by_heads]
     if context > 4096:
-        return [spread, by_heads, data, tensor]
+        return [spread, by_heads, data, tensor] if model == "3b" else [data, spread, by_heads, tensor]
     return [data, tensor, pipeline] if model in ("776m", "3b") else [data, tensor]
 
 
@@ -178,7 +177,6 @@ def measure_afresh(cell: Cell) -> dict:
     from hybrid_megatron.benchmarking.measure import measure
 
     platform.select_device()
-    gc.collect()  # a model of before, in cycles of references
     torch._dynamo.reset()  # it keeps a few shapes of a function, and runs any more of them uncompiled
     if platform.is_cuda():
         torch.cuda.empty_cache()

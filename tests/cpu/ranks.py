@@ -103,8 +103,10 @@ def _serve(pipe) -> None:
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        # Groups that have ended keep their threads, 60 a rank, each of which wakes all the time, until nothing refers to them.
-        gc.collect()
+        # Groups that have ended keep their threads, 60 a rank, each of which wakes all the time, until nothing refers to them. A model
+        # falls at the second collection, when what held it in C++ is gone.
+        for _ in range(3):
+            gc.collect()
         if not frozen:
             gc.freeze()  # the modules: they need not be looked through again
             frozen = True

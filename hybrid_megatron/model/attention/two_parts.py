@@ -2,7 +2,7 @@
 
 cuDNN's kernel has causal masks for as many queries as keys alone, and no mask at all for the earlier keys, which every query sees. The
 parts are joined by their log-sum-exp, o = sum_i exp(l_i - l) o_i with l = log sum_i exp(l_i); with o and l of the whole, each part's
-backward kernel gives exactly its share of the gradients (Ring Attention, arXiv:2310.01889; FlashAttention-2, arXiv:2307.08691, section 3.1).
+backward kernel gives exactly its share of the gradients (Ring Attention, arXiv:2310.01889; FlashAttention-2, arXiv:2307.08691, 3.1).
 """
 
 import torch
