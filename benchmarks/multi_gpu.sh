@@ -44,7 +44,7 @@ for part in "${parts[@]}"; do
             done
             wait
             ;;
-        context) run context $(torchrun) benchmarks/context_parallel.py --out "$out" ;;
+        context) run context $(torchrun) benchmarks/context_parallel.py --add "$out/context_parallel.json" --out "$out" ;;
         speed) run speed $python benchmarks/layout_speed.py --add "$out/layout_speed.json" --out "$out" --seconds $((SECONDS_EACH - 60)) ;;
         checkpoint)
             run reshard $python -m pytest -q -rs -s tests/gpu/test_reshard.py

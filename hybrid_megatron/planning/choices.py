@@ -10,6 +10,7 @@ from hybrid_megatron.model.unit_order import UnitOrder
 from hybrid_megatron.parallel.rank_grid import GPUS_OF_A_NODE
 from hybrid_megatron.planning.layout import Layout, problems_of
 from hybrid_megatron.planning.memory import GIB, peak_memory
+from hybrid_megatron.planning.pace import expected_mfu
 
 H200_GIB = 139.0
 """Memory of one H200 that tensors can have at most."""
@@ -50,22 +51,21 @@ def layouts(config: RunConfig, plan: LayerPlan, gpus: int) -> list[Layout]:
 
 
 def suggest(config: RunConfig, plan: LayerPlan, gpus: int) -> Layout | None:
-    """The layout that fits in memory and is expected to be fastest, or None if none fits.
+    """The layout that fits in memory and is expected to be fastest (pace.py), or None if none fits.
 
-    The first that fits of: least recomputation (none, selective, full: it costs up to a third of the FLOPs), then least tensor (its
-    collectives stand in the way of every layer; never beyond a node), then least context, then least pipeline (stages wait for each other),
-    then the largest micro-batch. Sequence parallelism comes with tensor; virtual_pipeline is left at 1.
+    Of several that are expected to be as fast, the first of: least recomputation (none, selective, full), then least tensor (never beyond a
+    node), then least context, then least pipeline, then the largest micro-batch. Sequence parallelism comes with tensor; virtual_pipeline
+    is left at 1.
     """
-    of_grid = _sizes(config, plan, gpus)
+    candidates = []
     for recompute in RECOMPUTE:
-        for sizes in of_grid:
+        for sizes in _sizes(config, plan, gpus):
             data = gpus // (sizes["tensor"] * sizes["context"] * sizes["pipeline"])
             samples, rest = divmod(config.batch_samples, data)
             for micro_batch in reversed(_divisors(samples)) if samples and not rest else ():
-                layout = Layout(_with(config, sizes, recompute, micro_batch), plan, gpus)
-                if fits(peak_memory(layout)) and not problems_of(layout.config, gpus):
-                    return layout
-    return None
+                candidates.append(Layout(_with(config, sizes, recompute, micro_batch), plan, gpus))
+    fastest_first = sorted(candidates, key=expected_mfu, reverse=True)  # stable
+    return next((layout for layout in fastest_first if fits(peak_memory(layout)) and not problems_of(layout.config, gpus)), None)
 
 
 def overrides(layout: Layout, config: RunConfig) -> list[str]:

@@ -31,7 +31,7 @@ from hybrid_megatron.planning.memory import (
     passes_in_flight,
     peak_memory,
 )
-from hybrid_megatron.planning.pace import pace
+from hybrid_megatron.planning.pace import expected_mfu, pace
 from hybrid_megatron.planning.plan import BY_GPUS, make_plan
 from launch import plan as plan_command
 from megatron.core.parallel_state import RankGenerator
@@ -379,7 +379,7 @@ def test_the_suggestion_fits_validates_and_keeps_the_rule(words, gpus):
     def rank(layout: Layout) -> tuple:
         parallel, train = layout.config.parallel, layout.config.train
         place = choices.RECOMPUTE.index(train.recompute)
-        return place, parallel.tensor, parallel.context, parallel.pipeline, -train.micro_batch
+        return -expected_mfu(layout), place, parallel.tensor, parallel.context, parallel.pipeline, -train.micro_batch
 
     for recompute in choices.RECOMPUTE:
         for micro_batch in (1, 2, 4, 8, 16, 32):
