@@ -40,7 +40,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def summary(self, inputs: tuple[Tensor, ...], document_starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(transition, added) of these tokens: they turn a state S into apply(transition, S) + added.
+        """(transition, added) of these tokens: they turn a state S into apply(transition, S, added).
 
         added [b, n, K, V]; transition [b, n, ...] as `apply` takes it, zero where a document starts inside. float32 or wider, without
         gradients.
@@ -57,13 +57,14 @@ class Recurrence(ABC):
             o, _ = self.run(inputs, scale=scale, initial_state=state, document_starts=document_starts)
         return torch.autograd.grad(o, state, grad)[0]
 
-    def apply(self, transition: Tensor, state: Tensor) -> Tensor:
-        """The state [..., n, K, V] after the tokens whose transition is given, without what they add."""
-        return transition * state
+    def apply(self, transition: Tensor, state: Tensor, added: Tensor | None = None) -> Tensor:
+        """The state [..., n, K, V] after the tokens whose summary is given; without `added` what is left of the one before."""
+        return transition * state if added is None else torch.addcmul(added, transition, state)
 
-    def apply_back(self, transition: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the state before the tokens, from that of the state after them, both [..., n, K, V]."""
-        return transition * grad
+    def apply_back(self, transition: Tensor, grad: Tensor, own: Tensor) -> Tensor:
+        """The gradient of the state before the tokens, from that of the state after them and, `own`, that by the tokens' outputs, all
+        [..., n, K, V]."""
+        return torch.addcmul(own, transition, grad)
 
     def for_heads(self, heads: slice) -> "Recurrence":
         """The same recurrence for some of its heads."""
@@ -86,8 +87,13 @@ class MatrixTransition(Recurrence):
         added, transition = final.split((width_v, width_k), dim=-1)
         return transition, added
 
-    def apply(self, transition: Tensor, state: Tensor) -> Tensor:
-        return transition @ state
+    def apply(self, transition: Tensor, state: Tensor, added: Tensor | None = None) -> Tensor:
+        return transition @ state if added is None else _added_matmul(added, transition, state)
 
-    def apply_back(self, transition: Tensor, grad: Tensor) -> Tensor:
-        return transition.mT @ grad
+    def apply_back(self, transition: Tensor, grad: Tensor, own: Tensor) -> Tensor:
+        return _added_matmul(own, transition.mT, grad)
+
+
+def _added_matmul(added: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """added + a @ b of matrices [..., K, V], as one operation."""
+    return torch.baddbmm(*(x.flatten(0, -3) for x in (added, a, b))).view(added.shape)

@@ -96,14 +96,14 @@ class _Chain:
         for state, chunk in zip(firsts, by_piece):
             for passed, own in chunk:
                 states.append(state)
-                state = self.recurrence.apply(passed, state) + own
+                state = self.recurrence.apply(passed, state, own)
         return transitions, torch.stack(states, dim=1).flatten(0, 1)
 
     def _together(self, pieces: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """(transition, added) of pieces that follow each other."""
         (transition, added), *rest = pieces
         for passed, own in rest:
-            transition, added = self.recurrence.apply(passed, transition), self.recurrence.apply(passed, added) + own
+            transition, added = self.recurrence.apply(passed, transition), self.recurrence.apply(passed, added, own)
         return transition, added
 
     def _first_states_of_chunks(self, local: list[tuple[Tensor, Tensor]], starts: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
@@ -118,7 +118,7 @@ class _Chain:
         state, states = torch.zeros_like(added), []
         for passed, piece in zip(transitions[: max(self.layout.chunks) + 1], pieces):
             states.append(state)
-            state = self.recurrence.apply(passed, state) + piece[0].unflatten(2, added.shape[2:])
+            state = self.recurrence.apply(passed, state, piece[0].unflatten(2, added.shape[2:]))
         return [states[chunk] for chunk in self.layout.chunks], transitions
 
     def gradients_of_last_states(
@@ -135,14 +135,14 @@ class _Chain:
         for later, chunk in zip(reversed(lasts), reversed(by_piece)):
             for passed, mine in reversed(chunk):
                 found.append(later)
-                later = self.recurrence.apply_back(passed, later) + mine
+                later = self.recurrence.apply_back(passed, later, mine)
         return torch.stack(found[::-1], dim=1).flatten(0, 1)
 
     def _back_through(self, pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The gradient of the state before pieces that follow each other, by their own outputs."""
         *rest, (_, grad) = pieces
         for passed, mine in reversed(rest):
-            grad = self.recurrence.apply_back(passed, grad) + mine
+            grad = self.recurrence.apply_back(passed, grad, mine)
         return grad
 
     def _gradients_of_last_states_of_chunks(self, local: list[Tensor], transitions: tuple[Tensor, ...]) -> list[Tensor]:
@@ -150,7 +150,7 @@ class _Chain:
         later, found = torch.zeros_like(of_all[0]), {}
         for chunk in reversed(range(min(self.layout.chunks), len(of_all))):
             found[chunk] = later
-            later = self.recurrence.apply_back(transitions[chunk], later) + of_all[chunk]
+            later = self.recurrence.apply_back(transitions[chunk], later, of_all[chunk])
         return [found[chunk] for chunk in self.layout.chunks]
 
     def _of_all_chunks(self, local: list[Tensor]) -> list[Tensor]:

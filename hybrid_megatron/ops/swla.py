@@ -94,5 +94,5 @@ def _folded(recurrence: Recurrence, inputs: list[Tensor], starts: Tensor | None,
     transition, added = (F.pad(x.unflatten(0, (batch, count - 1)), (0, 0) * 3 + (earlier, 0)) for x in summary)
     state = added[:, :count]
     for first in range(1, earlier):
-        state = recurrence.apply(transition[:, first : first + count], state) + added[:, first : first + count]
+        state = recurrence.apply(transition[:, first : first + count], state, added[:, first : first + count])
     return state

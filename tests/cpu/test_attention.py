@@ -1,10 +1,12 @@
 """Causal softmax attention and rotary positions against their definitions, on one process and with the sequence cut over ranks."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from hybrid_megatron.model.attention import causal
+from hybrid_megatron.model.attention import causal, two_parts
 from hybrid_megatron.model.attention.alignment import aligned
 from hybrid_megatron.model.attention.causal import causal_attention
 from hybrid_megatron.model.attention.rope import rotate
@@ -173,3 +175,13 @@ def test_slices_off_a_border_of_16_bytes_are_copied(dtype):
         assert aligned(x) is x
     assert aligned(even[..., 1:9]) is not even and aligned(even[..., 1:9]).is_contiguous(), "the first row is off"
     assert aligned(even.transpose(-1, -2)).is_contiguous(), "the last dimension is not dense"
+
+
+def test_two_parts_lie_in_memory_as_their_kernel_writes_one():
+    """torch keeps cuDNN's backward graphs by the strides of q, k, v and the gradient, and takes the output's for known: laid otherwise,
+    gradients of q and k were wrong."""
+    o, other = (torch.randn(16, 2, 4, 8).permute(1, 2, 0, 3) for _ in range(2))  # sequence first, as the kernel's output where q is
+    sums = torch.randn(2, 4, 16)
+    joined, joined_sums = two_parts._joined(o, sums, other, sums)
+    assert joined.stride() == o.stride()
+    assert relative_error(joined, (o + other) / 2) <= 1e-6 and relative_error(joined_sums, sums + math.log(2)) <= 1e-6
