@@ -152,13 +152,16 @@ _one_at_a_time = Lock()
 
 def on_gpu(gpu: int) -> Ranks:
     """A process that sees this GPU alone."""
+    from hybrid_megatron import platform
+
     with _one_at_a_time:
-        before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[gpu] if before else str(gpu)
+        before, here = os.environ.get("CUDA_VISIBLE_DEVICES"), platform.visible_devices()
+        if here:
+            os.environ["CUDA_VISIBLE_DEVICES"] = here[gpu]
         try:
             return Ranks(1)
         finally:
-            os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None) if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
 
 
 def row_of(each: Measurement, group: Ranks) -> dict:

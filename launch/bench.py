@@ -1,5 +1,5 @@
 """python -m launch bench [RECIPE ...] [section.key=value ...] [--contexts 4096,32768] [--peers] [--profile] [--rounds 3] [--gpus N]
-                        [--out DIR]
+                        [--at-once N] [--out DIR]
 
 How fast recipes train: whole training steps on random tokens, each recipe at each context in a process of its own. Without RECIPE, nine
 patterns of 776m at 4,096 and 32,768 tokens a sample, about a minute each on one GPU; a RECIPE is measured at its own context unless
@@ -13,6 +13,8 @@ train.micro_batch=N fixes it. On a CPU, in half a minute:
 --profile  where a step's time goes: kernels by kind, gaps between them, how often the host waits for the device
 --rounds   measure everything so many times; figures and ratios are medians, ratios are taken within a round
 --gpus     run on N GPUs, through torchrun; parallel.tensor=2 and the like say how, the rest is data parallel
+--at-once  so many measurements side by side, each on GPUs of its own, where a machine has several times --gpus: rows come N times as
+           fast, but share the host, and ratios compare one GPU with another
 --out      the folder of results, runs/bench/DATE_TIME unless said: bench.csv (the table), bench.json (everything; keys in
            hybrid_megatron/benchmarking/measure.py, results.py, profile.py), pictures, logs
 
@@ -28,12 +30,12 @@ from pathlib import Path
 from hybrid_megatron.benchmarking.cells import CONTEXTS, RECIPES, Cell, make_cells
 from hybrid_megatron.benchmarking.plots import plot_results
 from hybrid_megatron.benchmarking.results import summarise, write_results
-from hybrid_megatron.benchmarking.run_cell import run_cell
+from hybrid_megatron.benchmarking.run_cell import run_cell, run_side_by_side
 from hybrid_megatron.benchmarking.table import table
 from hybrid_megatron.errors import ConfigError, RunError, exit_with_code_2
 from launch.words import help_if_asked, split_options, whole_numbers
 
-_WITH_VALUE = ("--contexts", "--rounds", "--gpus", "--out")
+_WITH_VALUE = ("--contexts", "--rounds", "--gpus", "--at-once", "--out")
 _ALONE = ("--peers", "--profile")
 
 
@@ -47,16 +49,18 @@ def main(words: list[str]) -> None:
         if gpus > 1 and "--peers" in options:
             raise ConfigError("--peers: they run on one GPU; leave out --gpus")
         cells = _cells(plain, options)
+        groups = _groups_of_gpus(gpus, _number("--at-once", options.get("--at-once", "1")))
         folder = Path(options.get("--out") or time.strftime("runs/bench/%Y-%m-%d_%H-%M-%S"))
         _make(folder)
-        rows: list[dict] = []
-        for row in _measured(cells, gpus, folder / "logs"):
-            rows.append(row)
-            write_results(rows, words, folder)  # what is measured stays, whatever happens later
-        lines = summarise(rows)
+        rows: dict[int, dict] = {}
+        for place, row in _measured(cells, gpus, folder / "logs", groups):
+            rows[place] = row
+            found = [rows[place] for place in sorted(rows)]
+            write_results(found, words, folder)  # what is measured stays, whatever happens later
+        lines = summarise(found)
         pictures = plot_results(lines, folder)
         print(f"\n{table(lines)}\n\n{folder}: bench.csv, bench.json{''.join(f', {path.name}' for path in pictures)}", flush=True)
-        if all(row["failed"] for row in rows):
+        if all(row["failed"] for row in found):
             raise RunError("nothing could be measured; the table says why")
 
 
@@ -81,15 +85,37 @@ def _refuse_a_cpu() -> None:
         )
 
 
-def _measured(cells: list[Cell], gpus: int, logs: Path) -> Iterator[dict]:
-    """One row after the other, told on the screen."""
+def _groups_of_gpus(gpus: int, at_once: int) -> list[str | None]:
+    """For each of the measurements that run side by side the GPUs that it sees; None: all there are."""
+    if at_once == 1:
+        return [None]
+    from hybrid_megatron import platform  # imports torch
+
+    here = platform.visible_devices()
+    if len(here) < gpus * at_once:
+        raise ConfigError(
+            f"--at-once {at_once}: it needs {gpus * at_once} GPUs, and torch sees {len(here) or 'none'} here; leave it out or name a "
+            "smaller number"
+        )
+    return [",".join(here[i * gpus : (i + 1) * gpus]) for i in range(at_once)]
+
+
+def _measured(cells: list[Cell], gpus: int, logs: Path, groups: list[str | None]) -> Iterator[tuple[int, dict]]:
+    """(place in `cells`, row), told on the screen: one after the other, or as they end."""
     width = max(len(cell.name) for cell in cells)
-    for i, cell in enumerate(cells):
-        print(f"{i + 1:>3} of {len(cells)}  {cell.name:<{width}}  {cell.context:>7,}  ", end="", flush=True)
-        row = run_cell(cell, gpus, logs)
+
+    def head(place: int) -> str:
+        return f"{place + 1:>3} of {len(cells)}  {cells[place].name:<{width}}  {cells[place].context:>7,}  "
+
+    def one_by_one() -> Iterator[tuple[int, dict]]:
+        for place, cell in enumerate(cells):
+            print(head(place), end="", flush=True)
+            yield place, run_cell(cell, gpus, logs)
+
+    for place, row in one_by_one() if len(groups) == 1 else run_side_by_side(cells, gpus, logs, groups):
         told = row["failed"] or f"{row['tokens_per_second_per_gpu']:>9,.0f} tokens/s/GPU  {row['peak_memory_gib']:6.1f} GiB"
-        print(told, flush=True)
-        yield row
+        print(("" if len(groups) == 1 else head(place)) + told, flush=True)
+        yield place, row
 
 
 def _make(folder: Path) -> None:

@@ -8,24 +8,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
+from queue import Queue
 
 from hybrid_megatron.benchmarking.cells import Cell
 
 _MINUTES = 30
 _MODULE = "hybrid_megatron.benchmarking.cell_process"
+_running: set[subprocess.Popen] = set()
 
 
-def run_cell(cell: Cell, gpus: int, logs: Path) -> dict:
+def run_cell(cell: Cell, gpus: int, logs: Path, devices: str | None = None) -> dict:
     """The cell's row (measure.py) with `name`, `recipe`, `peer`, `peers_like`, `context`, `round`, and `failed`: None, or in one line why
-    there are no figures. What the process prints goes to a file in `logs`. Through torchrun on several GPUs."""
+    there are no figures. What the process prints goes to a file in `logs`. Through torchrun on several GPUs. `devices`: which GPUs it
+    sees, as CUDA_VISIBLE_DEVICES names them; None: all."""
     title = " ".join([cell.name, str(cell.context), str(cell.round), *cell.overrides, f"on {gpus}"])
     log = logs / (re.sub(r"[^\w+.-]+", "_", title) + ".log")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
         with log.open("w") as output:
-            ending = _run(_command(cell, gpus, result), output)
+            ending = _run(_command(cell, gpus, result), output, {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
         row = json.loads(result.read_text()) if result.exists() else {"failed": f"its process {ending}; {log} has what it printed"}
     same = {"name": cell.name, "recipe": cell.recipe, "peer": cell.peer, "peers_like": cell.peers_like}
     return same | {"context": cell.context, "round": cell.round, "failed": None} | row
@@ -36,15 +41,47 @@ def _command(cell: Cell, gpus: int, result: Path) -> list[str]:
     return [sys.executable, *torchrun, "-m", _MODULE, json.dumps(asdict(cell) | {"process_began": time.time()}), str(result)]
 
 
-def _run(command: list[str], output) -> str:
+def run_side_by_side(cells: list[Cell], gpus: int, logs: Path, groups: list[str | None]) -> Iterator[tuple[int, dict]]:
+    """(place in `cells`, row) of each cell as it ends, as many at once as there are groups of GPUs."""
+    free: Queue[str | None] = Queue()
+    for group in groups:
+        free.put(group)
+
+    def run(place: int) -> tuple[int, dict]:
+        group = free.get()
+        try:
+            return place, run_cell(cells[place], gpus, logs, group)
+        finally:
+            free.put(group)
+
+    pool = ThreadPoolExecutor(len(groups))
+    try:
+        for future in as_completed([pool.submit(run, place) for place in range(len(cells))]):
+            yield future.result()
+    finally:  # Ctrl-C as well
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(_running):
+            _kill(process)
+
+
+def _run(command: list[str], output, environment: dict[str, str]) -> str:
     """How the process ended, in words."""
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | environment
+    )  # fmt: skip
+    _running.add(process)
     try:
         code = process.wait(60 * _MINUTES)
     except subprocess.TimeoutExpired:
         return f"was not done after {_MINUTES} minutes"
-    finally:  # Ctrl-C as well: torchrun and its ranks end with it
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    finally:  # Ctrl-C as well
+        _kill(process)
+        _running.discard(process)
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """torchrun and its ranks too, if they have not ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

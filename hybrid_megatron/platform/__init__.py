@@ -22,6 +22,7 @@ from hybrid_megatron.platform.device import (
     select_device,
     synchronize,
     torch_sees_none,
+    visible_devices,
 )
 from hybrid_megatron.platform.host import available_host_memory
 from hybrid_megatron.platform.quiet import silence_megatron
@@ -40,6 +41,7 @@ __all__ = [
     "select_device",
     "synchronize",
     "torch_sees_none",
+    "visible_devices",
 ]
 
 silence_megatron()

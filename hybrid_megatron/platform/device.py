@@ -56,6 +56,12 @@ def select_device() -> None:
     torch.cuda.set_device(local_rank)
 
 
+def visible_devices() -> list[str]:
+    """The GPUs that this process sees, each as CUDA_VISIBLE_DEVICES names it."""
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
 def gpus_given() -> str | None:
     """GPUs that Slurm gave this node, in its words; None where it gave none, or where training on the CPU is meant (cluster.env)."""
     if os.environ.get("HYBRID_MEGATRON_ALLOW_CPU") == "yes":

@@ -3,8 +3,12 @@
 import csv
 import io
 import json
+import subprocess
+import threading
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +22,7 @@ from hybrid_megatron.benchmarking.peers import _PEERS, build_peer
 from hybrid_megatron.benchmarking.plots import plot_results
 from hybrid_megatron.benchmarking.profile import _STEP, analyse, profile_steps
 from hybrid_megatron.benchmarking.results import summarise, write_results
-from hybrid_megatron.benchmarking.run_cell import run_cell
+from hybrid_megatron.benchmarking.run_cell import run_cell, run_side_by_side
 from hybrid_megatron.benchmarking.sizing import config_of
 from hybrid_megatron.benchmarking.table import table
 from hybrid_megatron.model.accounting import account
@@ -78,6 +82,41 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(tmp_path, monkeypatch):
     assert (ended.code, ended.errors) == (2, ["nothing could be measured; the table says why"])
 
 
+def test_side_by_side(tmp_path, monkeypatch):
+    """Two at once, each with GPUs of its own; the table is in the order of the words whatever ended first."""
+    monkeypatch.setattr(platform, "visible_devices", lambda: ["4", "5", "GPU-6", "7"])
+    began, saw = threading.Barrier(2, timeout=30), {}
+
+    def measured(cell: Cell, gpus: int, logs: Path, devices: str) -> dict:
+        saw[cell.context] = devices
+        began.wait()  # both are there
+        time.sleep(0.3 if cell.context == 64 else 0.0)
+        return row(recipe=TINY, context=cell.context)
+
+    monkeypatch.setattr(run_cell_module, "run_cell", measured)
+    ended = command(TINY, "--contexts", "64,128", "--gpus", "2", "--at-once", "2", "--out", str(tmp_path))
+    assert ended.code == 0 and sorted(saw.values()) == ["4,5", "GPU-6,7"]
+    assert ended.out.index("2 of 2") < ended.out.index("1 of 2")
+    assert [each["context"] for each in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [64, 128]
+
+
+def test_a_process_sees_the_gpus_given_to_it_and_ends_with_the_command(tmp_path, monkeypatch):
+    """Two that sleep: when the first row is not waited for any longer, neither goes on."""
+    environments = []
+
+    def popen(command, env, **more):
+        environments.append(env["CUDA_VISIBLE_DEVICES"])
+        return subprocess.Popen(["sleep", "60" if len(environments) > 1 else "0"], env=env, **more)
+
+    monkeypatch.setattr(run_cell_module, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+    found = run_side_by_side([Cell(TINY, 64), Cell(TINY, 128)], 1, tmp_path, ["0", "1"])
+    place, first = next(found)
+    assert first["failed"].startswith("its process ended with code 0")
+    [process] = run_cell_module._running
+    found.close()
+    assert process.poll() is not None and sorted(environments) == ["0", "1"]
+
+
 def test_ctrl_c_leaves_what_was_measured(tmp_path, monkeypatch):
     def stopped_at_128(cell: Cell, gpus: int, logs: Path) -> dict:
         if cell.context == 128:
@@ -109,6 +148,7 @@ def test_a_cell_tells_why_it_gave_nothing(tmp_path, capsys):
         ([TINY, "--rounds", "1,2"], "--rounds 1,2: it must be one whole number above 0"),
         ([TINY, "--contexts"], "--contexts: a value must follow"),
         ([TINY, "--peer"], "bench has no option --peer; options are "),
+        ([TINY, "--at-once", "2"], "--at-once 2: it needs 2 GPUs, and torch sees none here; leave it out or name a smaller number"),
         ([TINY, "--peers", "--gpus", "2"], "--peers: they run on one GPU; leave out --gpus"),
         ([], "torch sees no GPU here"),
     ],
