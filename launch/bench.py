@@ -85,10 +85,10 @@ def _refuse_a_cpu() -> None:
         )
 
 
-def _groups_of_gpus(gpus: int, at_once: int) -> list[str | None]:
-    """For each of the measurements that run side by side the GPUs that it sees; None: all there are."""
+def _groups_of_gpus(gpus: int, at_once: int) -> list[str]:
+    """For each of the measurements that run side by side the GPUs that it sees; empty where they run one by one and see all."""
     if at_once == 1:
-        return [None]
+        return []
     from hybrid_megatron import platform  # imports torch
 
     here = platform.visible_devices()
@@ -100,7 +100,7 @@ def _groups_of_gpus(gpus: int, at_once: int) -> list[str | None]:
     return [",".join(here[i * gpus : (i + 1) * gpus]) for i in range(at_once)]
 
 
-def _measured(cells: list[Cell], gpus: int, logs: Path, groups: list[str | None]) -> Iterator[tuple[int, dict]]:
+def _measured(cells: list[Cell], gpus: int, logs: Path, groups: list[str]) -> Iterator[tuple[int, dict]]:
     """(place in `cells`, row), told on the screen: one after the other, or as they end."""
     width = max(len(cell.name) for cell in cells)
 
@@ -112,9 +112,9 @@ def _measured(cells: list[Cell], gpus: int, logs: Path, groups: list[str | None]
             print(head(place), end="", flush=True)
             yield place, run_cell(cell, gpus, logs)
 
-    for place, row in one_by_one() if len(groups) == 1 else run_side_by_side(cells, gpus, logs, groups):
+    for place, row in run_side_by_side(cells, gpus, logs, groups) if groups else one_by_one():
         told = row["failed"] or f"{row['tokens_per_second_per_gpu']:>9,.0f} tokens/s/GPU  {row['peak_memory_gib']:6.1f} GiB"
-        print(("" if len(groups) == 1 else head(place)) + told, flush=True)
+        print((head(place) if groups else "") + told, flush=True)
         yield place, row
 
 

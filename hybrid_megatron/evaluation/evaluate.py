@@ -132,7 +132,7 @@ def _load(config: RunConfig, plan: LayerPlan, checkpoint: Path, state: ParallelS
     progress = load_weights(checkpoint, model, state)
     for chunk in model:
         chunk.eval()
-        chunk.requires_grad_(False)  # torch.no_grad alone does not keep the cross entropy from taking its weight's gradient
+        chunk.requires_grad_(False)
     return model, progress
 
 

@@ -58,7 +58,9 @@ def kernels_taken(config: RunConfig, plan: LayerPlan) -> str | None:
 
 
 def attention_backend(config: RunConfig, group: HeadGroup) -> str | None:
-    """Of full attention on this GPU (attention/backends.py)."""
+    """Of full attention on this GPU (attention/backends.py); None if the one that is asked for does not run."""
+    if config.data.document_mask or group.inference.window is not None:
+        return "flex"  # whatever is asked for
     model, heads = config.model, _local_heads(config, group)
     return first_that_runs(model.attention.backend, *heads, model.head_dim, parameter_dtype(config), platform.device())
 

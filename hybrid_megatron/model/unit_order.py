@@ -60,9 +60,6 @@ class UnitOrder:
         """Of one of `tensor` ranks, with those that fill them up to a whole border."""
         return _filled(self.rows // tensor)
 
-    def possible_tensor_sizes(self) -> list[int]:
-        return [size for size in range(1, self.units + 1) if self.units % size == 0]
-
     @cached_property
     def _blocks(self) -> list[tuple[int, str, int]]:
         """(group, name, rows a unit of the group) in block order."""

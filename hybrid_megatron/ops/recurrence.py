@@ -52,7 +52,9 @@ class Recurrence(ABC):
         """[b, n, K, V] of the state that `run` starts from, given the gradient of its output, grad [b, s, n, V]. It does not depend on
         that state."""
         inputs = tuple(x.detach() for x in inputs)
-        state = torch.zeros_like(self.summary(tuple(x[:, :1] for x in inputs))[1]).requires_grad_()
+        _, k, v = inputs[:3]
+        wide = torch.promote_types(k.dtype, torch.float32)
+        state = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1], dtype=wide).requires_grad_()
         with torch.enable_grad():
             o, _ = self.run(inputs, scale=scale, initial_state=state, document_starts=document_starts)
         return torch.autograd.grad(o, state, grad)[0]

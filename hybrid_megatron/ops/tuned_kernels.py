@@ -74,7 +74,12 @@ class _Known(dict):
         self.tuner, self.known = tuner, known
 
     def __contains__(self, key: tuple) -> bool:
-        return super().__contains__(key) or _plain(*parts_of(self.tuner, key)) in self.known
+        if super().__contains__(key):
+            return True
+        try:
+            return _plain(*parts_of(self.tuner, key)) in self.known
+        except ValueError:  # keys of another version have another form: such a kernel is tuned as ever
+            return False
 
     def __missing__(self, key: tuple):
         from triton import Config
@@ -87,7 +92,8 @@ def parts_of(tuner, key: tuple) -> tuple[list[tuple], list[str]]:
     """A tuning key of Triton's as (named values, types of the kernel's tensors)."""
     values = [part for part in key if not (isinstance(part, str) and part.startswith("torch."))]
     names = [name for name in tuner.keys if name in tuner.arg_names and name not in tuner.configs[0].kwargs]  # what it chooses is in no key
-    assert len(names) == len(values), f"{name_of(tuner)}: the key {key} does not have the parts {names}"
+    if len(names) != len(values):
+        raise ValueError(f"{name_of(tuner)}: the key {key} does not have the parts {names}")
     return list(zip(names, values)), list(key[len(values) :])
 
 

@@ -5,6 +5,8 @@ over several chunks where it is wider than one. What a rank needs of a chunk is 
 chunks behind, so a token travels to a rank once, even where both of the rank's chunks want it.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +37,12 @@ def preceding_tokens(x: Tensor, width: int, layout: SequenceLayout, group: Proce
 def halo_tokens(width: int, layout: SequenceLayout) -> int:
     """Tokens of a sample that this rank receives from other ranks for `preceding_tokens`."""
     return sum(_incoming(width, layout).values())
+
+
+@lru_cache(maxsize=4096)
+def busiest_halo(width: int, context: int, size: int) -> int:
+    """Tokens that the busiest of `size` context ranks receives for `preceding_tokens`, of a sample of `context` tokens."""
+    return max(halo_tokens(width, SequenceLayout(context, size, rank)) for rank in range(size)) if width else 0
 
 
 def _reach(width: int, length: int, source: int, chunk: int) -> int:

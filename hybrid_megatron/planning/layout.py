@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.config.validate import validate
 from hybrid_megatron.errors import ConfigError
-from hybrid_megatron.model.pattern import Layer, LayerPlan, plan_layers
+from hybrid_megatron.model.pattern import Layer, LayerPlan
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,3 @@ def problems_of(config: RunConfig, gpus: int) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
-
-
-def layout_of(config: RunConfig, gpus: int) -> Layout | None:
-    """None where the recipe does not run on so many GPUs."""
-    return None if problems_of(config, gpus) else Layout(config, plan_layers(config), gpus)

@@ -3,7 +3,7 @@
 Letters: t tokens of a micro-batch on a rank, h hidden size, f FFN size, V vocabulary, e bytes of an activation, T tensor ranks, S = T
 under sequence parallelism and 1 without, P parameters of this rank, R ranks of data times context.
 
-Against runs on one H200 (776m, 8 x 4,096 tokens): rope 38.3 GiB measured, gdn_nope_lh 41.6.
+Against runs on H200s: README.md, "What was measured".
 """
 
 from collections.abc import Iterable

@@ -110,8 +110,8 @@ class Stability:
         sentence = f"stability.skip_steps leaves out the batches of steps {first} to {last}"
         return Decision(False, (Finding("skip_steps", "skip", sentence, {"first": first, "last": last}),))
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> Decision:
-        """The decision about step `step` (1-based), and what it computed remembered. Called once a step, in their order, on every rank."""
+    def judge(self, loss: float, grad_norm: float) -> Decision:
+        """The decision about a step, and what it computed remembered. Called once a step, in their order, on every rank."""
         found = list(self._non_finite(loss, grad_norm))
         if not found:
             found += self._spike("loss_spike", self.settings.loss_spike, self.loss, "loss", "the loss", loss)

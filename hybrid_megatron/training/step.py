@@ -94,7 +94,7 @@ def train_step(
     stream: BatchStream,
     step: int,
     state: ParallelState,
-    judge: Callable[[int, float, float], Decision],
+    judge: Callable[[float, float], Decision],
     watch: Watch = UNWATCHED,
 ) -> StepResult:
     """Forward and backward over the micro-batches of step `step` (0-based), reduce, clip, and update unless `judge` decides otherwise.
@@ -112,7 +112,7 @@ def train_step(
     optimizer.prepare_grads()
     losses, squared = sums.read_with(squared_gradient_norm(optimizer))
     grad_norm = math.sqrt(squared)
-    decision = judge(step + 1, losses.loss, grad_norm)
+    decision = judge(losses.loss, grad_norm)
     if decision.update:
         clip_next_step(optimizer, config.optimizer.clip_grad, grad_norm)
         optimizer.step_with_ready_grads()
@@ -192,7 +192,8 @@ def _run_schedule(
 
     reports = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=list(itertools.tee(batches, len(model))),  # each chunk passes over all micro-batches
+        # Each chunk passes over all micro-batches. tee keeps dozens that have been used: not where there is one chunk.
+        data_iterator=[batches] if len(model) == 1 else list(itertools.tee(batches, len(model))),
         model=model,
         num_microbatches=count,
         seq_length=config.train.context,

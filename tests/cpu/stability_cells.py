@@ -75,7 +75,7 @@ def judged_on_uneven_ranks(words: list[str]) -> tuple[float, float]:
             total, tokens, report = plain(*given)
             return total, tokens, {"sums": report["sums"] * (1 + state.rank * 2.0**-50)}
 
-        def judge(_, loss, grad_norm) -> Decision:
+        def judge(loss, grad_norm) -> Decision:
             seen.append((loss, grad_norm))
             return Decision(update=False)
 

@@ -4,12 +4,14 @@ import csv
 import io
 import json
 import subprocess
+import sys
 import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from hybrid_megatron.benchmarking.peers import _PEERS, build_peer
 from hybrid_megatron.benchmarking.plots import plot_results
 from hybrid_megatron.benchmarking.profile import _STEP, analyse, profile_steps
 from hybrid_megatron.benchmarking.results import summarise, write_results
-from hybrid_megatron.benchmarking.run_cell import run_cell, run_side_by_side
+from hybrid_megatron.benchmarking.run_cell import Processes, run_cell, run_side_by_side
 from hybrid_megatron.benchmarking.sizing import config_of
 from hybrid_megatron.benchmarking.table import table
 from hybrid_megatron.model.accounting import account
@@ -87,7 +89,7 @@ def test_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "visible_devices", lambda: ["4", "5", "GPU-6", "7"])
     began, saw = threading.Barrier(2, timeout=30), {}
 
-    def measured(cell: Cell, gpus: int, logs: Path, devices: str) -> dict:
+    def measured(cell: Cell, gpus: int, logs: Path, devices: str, beside: Processes) -> dict:
         saw[cell.context] = devices
         began.wait()  # both are there
         time.sleep(0.3 if cell.context == 64 else 0.0)
@@ -100,21 +102,39 @@ def test_side_by_side(tmp_path, monkeypatch):
     assert [each["context"] for each in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [64, 128]
 
 
-def test_a_process_sees_the_gpus_given_to_it_and_ends_with_the_command(tmp_path, monkeypatch):
-    """Two that sleep: when the first row is not waited for any longer, neither goes on."""
-    environments = []
+def test_processes_see_the_gpus_given_to_them_and_end_with_the_command(tmp_path, monkeypatch):
+    """Of three cells on two GPUs one is done, one sleeps, and one waits: when no more rows are asked for, none goes on or begins."""
+    environments, processes = [], Processes()
 
     def popen(command, env, **more):
         environments.append(env["CUDA_VISIBLE_DEVICES"])
         return subprocess.Popen(["sleep", "60" if len(environments) > 1 else "0"], env=env, **more)
 
     monkeypatch.setattr(run_cell_module, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
-    found = run_side_by_side([Cell(TINY, 64), Cell(TINY, 128)], 1, tmp_path, ["0", "1"])
-    place, first = next(found)
+    found = run_side_by_side([Cell(TINY, context) for context in (64, 128, 256)], 1, tmp_path, ["0", "1"], processes)
+    _, first = next(found)
     assert first["failed"].startswith("its process ended with code 0")
-    [process] = run_cell_module._running
     found.close()
-    assert process.poll() is not None and sorted(environments) == ["0", "1"]
+    assert all(process.poll() is not None for process in processes.running) and set(environments) <= {"0", "1"}
+    with pytest.raises(RuntimeError, match="the measurements have ended"):
+        processes.start(["true"], None, {})
+
+
+def test_no_rank_outlives_its_torchrun():
+    """Each has a session of its own, which no signal to torchrun's group reaches."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "sleep", "300"]
+    torchrun = subprocess.Popen([sys.executable, *ranks], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def started() -> list[psutil.Process]:
+        return [each for each in psutil.Process(torchrun.pid).children(recursive=True) if each.name() == "sleep"]
+
+    for _ in range(600):
+        if len(ranks := started()) == 2:
+            break
+        time.sleep(0.1)
+    run_cell_module.kill(torchrun)
+    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    assert (len(gone), alive) == (2, []) and torchrun.poll() is not None
 
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path, monkeypatch):

@@ -89,6 +89,11 @@ def test_the_kernels_taken_are_told(as_on_a_gpu):
     assert told.startswith("attention by flex; windows by flex; gdn by flash-linear-attention 0.6.0, no tuned configurations for a GPU: ")
 
 
+def test_documents_take_flex_whatever_is_asked_for(as_on_a_gpu):
+    of = plan_of("model.attention.backend=cudnn", "data.document_mask=true")
+    assert kernels.kernels_taken(*of) == "attention by flex" and kernels.check_kernels(*of) is None and as_on_a_gpu == []
+
+
 def test_a_backend_that_does_not_run_is_refused(as_on_a_gpu):
     told = "backend=cudnn: it does not run on a GPU with 12 heads over 12 of keys and values, 128 channels each, in bf16; take "
     with pytest.raises(RunError, match=told):

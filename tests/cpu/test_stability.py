@@ -65,7 +65,7 @@ USUAL = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95]
 
 
 def judged(decider: Stability, losses: list[float], norms: list[float] | None = None) -> list:
-    return [decider.judge(i, loss, norm) for i, (loss, norm) in enumerate(zip(losses, norms or [1.0 + 0.01 * loss for loss in losses]), 1)]
+    return [decider.judge(loss, norm) for loss, norm in zip(losses, norms or [1.0 + 0.01 * loss for loss in losses])]
 
 
 def test_only_what_rises_is_a_spike(tiny_data):

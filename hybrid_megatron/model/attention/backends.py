@@ -23,6 +23,8 @@ _OF_SDPA = {
 }
 """In the order of auto."""
 BACKENDS = ("auto", *_OF_SDPA, "flex")
+_OF_16_BITS = (torch.bfloat16, torch.float16)
+"""What cudnn and flash take; the others' fastest is efficient."""
 _TOKENS = 256  # of a trial
 
 
@@ -33,6 +35,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str) -> Tenso
     square = q.shape[2] == k.shape[2]
     if not square and (not q.is_cuda or backend in ("auto", "cudnn")) and two_parts.takes(q, k, v):
         return two_parts.causal_in_two_parts(q, k, v, scale)
+    if q.is_cuda and (backend == "efficient" or (backend == "auto" and q.dtype not in _OF_16_BITS)):  # it has no groups
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     bias = None if square else causal_lower_right(q.shape[2], k.shape[2])
     more = {"attn_mask": bias, "is_causal": square, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if not q.is_cuda:

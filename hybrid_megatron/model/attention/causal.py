@@ -1,6 +1,6 @@
 """Causal softmax attention over the whole context: on one device or with the sequence cut over context ranks, with or without documents.
 
-On CUDA backends.py has the kernels; documents are masked by FlexAttention, so that no [s, s] mask is ever in memory. The CPU takes plain
+backends.py has the kernels; on CUDA documents are masked by FlexAttention, so that no [s, s] mask is ever in memory, on a CPU by plain
 SDPA.
 """
 

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from hybrid_megatron.model.head_group import Inference
@@ -21,5 +22,5 @@ def scale_queries(q: Tensor, layout: SequenceLayout, inference: Inference) -> Te
     if inference.logit_scale == "constant":
         return q * inference.logit_scale_value
     base = inference.logit_scale_value
-    factors = (layout.positions(q.device).double() + base).log() / math.log(base)
+    factors = ((layout.positions(q.device).double() + base).log() / math.log(base)).to(torch.promote_types(q.dtype, torch.float32))
     return (q * factors[:, None, None]).to(q.dtype)

@@ -25,7 +25,7 @@ def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: 
     if x.is_cuda and work is torch.float32:
         from hybrid_megatron.ops.kernels.rotary import Rotate
 
-        return Rotate.apply(x, *(table.view(-1, x.shape[1], x.shape[-1] // 2) for table in (cos, sin)), batch_first)
+        return Rotate.apply(x, *(turns.view(-1, x.shape[1], x.shape[-1] // 2) for turns in (cos, sin)), batch_first)
     first, second = x.to(work).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -8,8 +8,9 @@ from hybrid_megatron.model.attention.logit_scale import scale_queries
 from hybrid_megatron.model.attention.windowed import windowed_attention
 from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.base import all_to_all_problems
-from hybrid_megatron.model.mixers.softmax import SoftmaxMixer, busiest_halo
+from hybrid_megatron.model.mixers.softmax import SoftmaxMixer
 from hybrid_megatron.parallel import SequenceLayout
+from hybrid_megatron.parallel.halo import busiest_halo
 
 
 class Attention(SoftmaxMixer):

@@ -12,7 +12,8 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
 from hybrid_megatron.model.mixers.linear import LinearMixer
 from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
-from hybrid_megatron.ops.gated_delta_rule import CHUNK, GatedDeltaRule
+from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
+from hybrid_megatron.ops.recurrence import KERNEL_CHUNK
 
 
 class GDN(LinearMixer):
@@ -37,7 +38,7 @@ class GDN(LinearMixer):
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
         """The inverse of the chunk's triangular matrix; in float32 beta and the sums of gates."""
-        return element * CHUNK + 4 * 2
+        return element * KERNEL_CHUNK + 4 * 2
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:

@@ -6,6 +6,7 @@ output norm is a norm of each head, as equation 18 has it.
 
 from torch import Tensor
 
+from hybrid_megatron import platform
 from hybrid_megatron.config.schema import LightningConfig, ModelConfig
 from hybrid_megatron.model.mixers.linear import LinearMixer
 from hybrid_megatron.ops.fixed_decay import FixedDecay, lightning_log_decay
@@ -39,10 +40,11 @@ class Lightning(LinearMixer):
     def __init__(self, config, model, group, parallel, ranks, layer_number):
         super().__init__(config, model, group, parallel, ranks, layer_number)
         first = ranks.tp.rank() * self.local_heads
-        self.log_decay = lightning_log_decay(group.heads)[first : first + self.local_heads]
+        # On the device from the beginning: the host waits for a copy of memory that is not page-locked.
+        self.log_decay = lightning_log_decay(group.heads)[first : first + self.local_heads].to(platform.device())
 
     def recurrence(self, q, k, v, parts) -> tuple[FixedDecay, tuple[Tensor, ...]]:
-        return FixedDecay(self.log_decay.to(q.device)), (q, k, v)
+        return FixedDecay(self.log_decay), (q, k, v)
 
     @staticmethod
     def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:

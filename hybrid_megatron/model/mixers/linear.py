@@ -12,13 +12,13 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES
 from hybrid_megatron.model.mixers.recurrent import RecurrentMixer
-from hybrid_megatron.model.mixers.softmax import busiest_halo
 from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.gated_norm import GATES, gated_norm
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
 from hybrid_megatron.ops.silu import silu, unit_silu
 from hybrid_megatron.parallel import SequenceLayout
+from hybrid_megatron.parallel.halo import busiest_halo
 
 
 class LinearMixer(RecurrentMixer):

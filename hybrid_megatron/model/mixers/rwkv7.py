@@ -31,12 +31,12 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers import definitions, rwkv7_initial
 from hybrid_megatron.model.mixers.base import CACHE_BYTES, STATE_BYTES
 from hybrid_megatron.model.mixers.recurrent import RecurrentMixer
-from hybrid_megatron.model.mixers.softmax import busiest_halo
 from hybrid_megatron.ops.generalized_delta_rule import GeneralizedDeltaRule
 from hybrid_megatron.ops.rwkv7_inputs import recurrence_inputs
 from hybrid_megatron.ops.rwkv7_output import finished
 from hybrid_megatron.ops.token_shift import shifted_projections
 from hybrid_megatron.parallel import SequenceLayout
+from hybrid_megatron.parallel.halo import busiest_halo
 
 MIXES = ("r", "k", "v", "w", "a", "g")
 """The order of the rows of `shift_mix`."""

@@ -12,7 +12,6 @@ from hybrid_megatron.model.mixers.base import CACHE_BYTES, Mixer
 from hybrid_megatron.ops.fused import fused
 from hybrid_megatron.ops.gated_norm import GATES
 from hybrid_megatron.parallel import SequenceLayout
-from hybrid_megatron.parallel.halo import halo_tokens
 
 
 class SoftmaxMixer(Mixer):
@@ -138,8 +137,3 @@ class SoftmaxMixer(Mixer):
 @fused
 def _gated(o: Tensor, z: Tensor, *, gate: str) -> Tensor:
     return o * GATES[gate](z)
-
-
-def busiest_halo(width: int, context: int, size: int) -> int:
-    """Tokens that the busiest context rank receives for a halo of `width` tokens before each of its chunks."""
-    return max(halo_tokens(width, SequenceLayout(context, size, rank)) for rank in range(size))

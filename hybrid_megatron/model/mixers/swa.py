@@ -5,8 +5,9 @@ from torch import Tensor
 from hybrid_megatron.config.schema import ModelConfig, ParallelConfig, SWAConfig
 from hybrid_megatron.model.attention.windowed import windowed_attention
 from hybrid_megatron.model.head_group import HeadGroup
-from hybrid_megatron.model.mixers.softmax import SoftmaxMixer, busiest_halo
+from hybrid_megatron.model.mixers.softmax import SoftmaxMixer
 from hybrid_megatron.parallel import SequenceLayout
+from hybrid_megatron.parallel.halo import busiest_halo
 
 
 class SWA(SoftmaxMixer):
