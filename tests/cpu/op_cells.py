@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from hybrid_megatron.config import load_recipe
@@ -20,6 +21,8 @@ from hybrid_megatron.ops.state_passing import recurrence_over_ranks
 from hybrid_megatron.ops.token_shift import shifted_projections
 from hybrid_megatron.parallel import SequenceLayout, start
 from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_from_heads
+from hybrid_megatron.planning.layout import Layout
+from hybrid_megatron.planning.memory import mixer_bytes
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 
@@ -33,6 +36,38 @@ def cross_entropy_over_ranks(
         total, losses = linear_cross_entropy(hidden, rows, targets, token_weights, state.groups.tp)
         total.backward()
         return total.detach(), losses, hidden.grad, rows.grad
+
+
+def kept_over_ranks(words: list[str]) -> tuple[int, int]:
+    """(bytes that the first layer's mixing keeps for its backward pass on this rank, what the plan says), the weights aside."""
+    config = load_recipe(words)
+    plan = plan_layers(config)
+    with start(config.parallel, 0) as state:
+        model = build_model(config, plan, state)
+        mixing = model.decoder.layers[0].self_attention
+        layout = SequenceLayout(config.train.context, config.parallel.context, state.context_rank)
+        hidden = torch.randn(layout.local_length, config.train.micro_batch, config.model.hidden_size, requires_grad=True)
+        known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), hidden)}
+        kept: dict[int, Tensor] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            kept.setdefault(x.untyped_storage().data_ptr(), x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            _graph = mixing(hidden, packed_seq_params=layout)
+        once, kept = kept, {}  # what both passes keep are tables of positions, one for all layers
+        known |= once.keys()
+
+        def forget(module, inputs: tuple[Tensor, ...]) -> None:
+            """The output projection's own input, unless it is the kernel's output too."""
+            known.update({inputs[0].untyped_storage().data_ptr()} - kept.keys())
+
+        with mixing.out_proj.register_forward_pre_hook(forget), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            mixing(hidden, packed_seq_params=layout)
+        found = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
+        weight = mixing.order.computed_rows(1) * config.model.hidden_size * 4  # the input projection's, in block order
+        return found - weight, mixer_bytes(Layout(config, plan, config.parallel.context), plan.layers[0])
 
 
 def mixing_over_ranks(

@@ -4,7 +4,7 @@ import pytest
 
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.pattern import plan_layers
-from tests.cpu import traffic
+from tests.cpu import op_cells, traffic
 from tests.cpu.test_zoo_parity import ALL_TO_ALL
 from tests.cpu.tiny import tiny_config, tiny_words
 from tests.cpu.zoo import MATRIX, MIXED
@@ -45,3 +45,17 @@ def test_states_are_as_many_bytes_at_any_length(tiny_data, mixer):
 def test_nothing_travels_on_one_context_rank(tiny_data):
     config = tiny_config(tiny_data, "run_dir=unused", *MIXED["all options, HH"])
     assert set(account(config, plan_layers(config)).context_bytes.values()) == {0}
+
+
+@pytest.mark.parametrize("size, way", [(2, "gather"), (4, "gather"), (2, "all_to_all")])
+@pytest.mark.parametrize("position", ["nope", "rope"])
+def test_what_attention_keeps_is_what_the_plan_says(ranks, position, size, way):
+    """On every rank, in float32. Each head has its own keys, and there are no gates and norms: of these a CPU keeps more than CUDA."""
+    words = [
+        "776m+rope+pretrain_4k", "data.train=unused", "train.precision=fp32", "train.context=512", "train.micro_batch=2",
+        "model={num_layers: 1, hidden_size: 64, num_heads: 8, head_dim: 16, ffn_size: 64, vocab_size: 64}",
+        f"pattern=[{{mixer: attention, position: {position}}}]",
+        f"parallel.context={size}", f"parallel.context_attention={way}",
+    ]  # fmt: skip
+    for found, planned in ranks.run(size, op_cells.kept_over_ranks, words):
+        assert found == pytest.approx(planned, rel=0.01)

@@ -43,6 +43,22 @@ class Attention(SoftmaxMixer):
         queries = 2 * group.heads // parallel.tensor * model.head_dim * element
         return local * (keys + queries) * (size - 1) // size
 
+    @classmethod
+    def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
+        """Keys and values of all tokens, or q, k and v of all tokens of a share of the heads, less what these copies replace: k (and q) as
+        the kernel would take them, and the projected rows, where nothing else holds them. It may be below zero."""
+        if parallel.context == 1:
+            return 0
+        local, width = context // parallel.context, model.head_dim * element
+        queries, keys = group.heads // parallel.tensor * width, 2 * cls.units(model, group) // parallel.tensor * width
+        settings, by_heads = cls.settings(model), parallel.context_attention == "all_to_all"
+        kept = local * (queries + keys) if by_heads else context * keys
+        if settings.qk_norm or group.position == "rope":
+            kept -= local * (keys // 2 + (queries if by_heads else 0))
+        q_lies_in_them = not by_heads and group.position != "rope"
+        held = q_lies_in_them or settings.qk_norm or settings.output_gate != "none" or group.heads < model.num_heads
+        return kept if held else kept - local * (queries + keys)
+
     def rope_base(self, layout: SequenceLayout) -> float:
         """Dynamic NTK: base (L / L0)^(d / (d - 2)) on an input of L tokens, L0 in training, L > L0."""
         base, inference = super().rope_base(layout), self.group.inference
