@@ -1,6 +1,7 @@
 """Documents within rows, as FLA's kernels take them: variable-length sequences, those of all rows one after the other."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,13 @@ class Sequences(NamedTuple):
     """[b] each row's last one."""
 
 
+@lru_cache(maxsize=16)
 def sequences_of(document_starts: Tensor) -> Sequences:
-    """document_starts [b, s] bool. A row's first token begins a sequence whether a document starts there or not."""
+    """document_starts [b, s] bool. A row's first token begins a sequence whether a document starts there or not.
+
+    The host waits for the number of documents, so this is done once for a tensor, by its identity: all layers of a micro-batch have the
+    same one (SequenceLayout.once), and FLA's own tables go by the identity of `borders`.
+    """
     batch, length = document_starts.shape
     begins = document_starts.clone()
     begins[:, 0] = True

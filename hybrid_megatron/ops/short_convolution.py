@@ -17,7 +17,7 @@ def short_convolution(x: Tensor, weight: Tensor, layout: SequenceLayout, context
     work = torch.promote_types(x.dtype, torch.float32)
     width = weight.shape[1]
     taps = weight.to(work).unbind(1)
-    ages = _tokens_since_document_start(layout)
+    ages = layout.once("tokens since document start", lambda: _tokens_since_document_start(layout))
     outputs = []
     for chunk, before, tokens in zip(
         layout.chunks, preceding_tokens(x, width - 1, layout, context_group), x.split(layout.chunk_length, dim=1)

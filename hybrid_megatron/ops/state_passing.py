@@ -38,7 +38,7 @@ def recurrence_over_ranks(
     if chain.pieces == 1:
         return recurrence.run(inputs, scale=scale, document_starts=starts)[0]
     inputs = tuple(chain.cut(batch_first(x)) for x in inputs)
-    starts = None if starts is None else chain.cut(starts)
+    starts = None if starts is None else layout.once(("document starts", chain.pieces), lambda: chain.cut(starts))
     transitions, initial = chain.first_states(inputs, starts)
     o, last = recurrence.run(inputs, scale=scale, initial_state=initial, document_starts=starts)
     o = _WithWhatFollows.apply(o, last, chain, starts, len(transitions), *transitions, *inputs)

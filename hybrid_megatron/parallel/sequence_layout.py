@@ -4,13 +4,18 @@ megatron-core's zig-zag: a sample of `context` tokens is cut into 2 * size chunk
 in that order, so that causal attention costs every rank the same. The layout travels with the batch; every mixer gets it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class SequenceLayout:
     rank: int = 0
     document_starts: Tensor | None = None
     """[b, context] bool over the whole sample: true where a document begins. None: samples are not masked by document."""
+    _made: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def local_length(self) -> int:
@@ -57,9 +63,21 @@ class SequenceLayout:
         chunks = [chunk for rank in ranks.chunk(self.size) for chunk in rank.chunk(2, dim=1)]
         return torch.cat([chunks[place] for place in gathered_order(self.size)], dim=1)
 
+    def once(self, name: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What `make` gives, made for the first layer that asks for it and kept for the others of this micro-batch."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def documents(self) -> Tensor | None:
+        """[b, context] the number of each token's document in its sample, or None."""
+        starts = self.document_starts
+        return None if starts is None else self.once("documents", lambda: starts.long().cumsum(1))
+
     def local_document_starts(self) -> Tensor | None:
         """[b, local_length] bool, or None."""
-        return None if self.document_starts is None else self.local(self.document_starts)
+        starts = self.document_starts
+        return None if starts is None else self.once("local document starts", lambda: self.local(starts))
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, ...]:

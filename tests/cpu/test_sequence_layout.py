@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hybrid_megatron.ops.documents import sequences_of
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.sequence_layout import gathered_order
 
@@ -55,3 +56,19 @@ def test_document_starts_stay_global_and_are_cut_on_demand():
     assert layouts[0].local_document_starts().nonzero().tolist() == [[0, 0], [1, 5]]
     assert layouts[1].local_document_starts().nonzero().tolist() == [[0, 1]]
     assert all(layout.document_starts is starts for layout in layouts)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_all_layers_need_is_made_once(size):
+    """The same tensors by identity, since FLA's tables and ours go by it; of another micro-batch others."""
+    starts = torch.zeros(2, 32, dtype=torch.bool)
+    starts[0, 5] = starts[1, 17] = True
+    layout, other = (SequenceLayout(32, size, size - 1, starts.clone()) for _ in range(2))
+    local = layout.local_document_starts()
+    assert local is layout.local_document_starts() and torch.equal(local, layout.local(starts))
+    assert layout.documents() is layout.documents() and torch.equal(layout.documents(), starts.long().cumsum(1))
+    assert local is not other.local_document_starts() and layout.documents() is not other.documents()
+    assert sequences_of(local) is sequences_of(layout.local_document_starts())
+    assert sequences_of(local) is not sequences_of(other.local_document_starts())
+    assert SequenceLayout(32, size).once("a", lambda: 1) == 1 and SequenceLayout(32, size).documents() is None
+    assert hash(SequenceLayout(32, size)) == hash(SequenceLayout(32, size)), "what was made for one is no part of what it is"

@@ -45,7 +45,7 @@ def causal_attention(
     assert exchange in ("gather", "all_to_all"), exchange
     k, v = _gather_keys_and_values(k, v, layout, context_group)
     q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
-    documents = None if layout.document_starts is None else layout.document_starts.long().cumsum(1)
+    documents = layout.documents()
     length = layout.chunk_length
     outputs = []
     for i, chunk in enumerate(layout.chunks):
@@ -54,7 +54,7 @@ def causal_attention(
         if documents is None:
             outputs.append(causal(queries, keys, values, scale, backend))
         else:
-            outputs.append(_causal_in_documents(queries, keys, values, scale, documents[:, :end]))
+            outputs.append(_causal_in_documents(queries, keys, values, scale, layout, documents[:, :end]))
     return joined(outputs)
 
 
@@ -63,7 +63,7 @@ def _over_shares_of_heads(
 ) -> Tensor:
     """A share of the query heads is that of the keys and values they use, since both are cut in order."""
     q, k, v = (heads_from_sequence(x, layout, group) for x in (q, k, v))
-    whole = SequenceLayout(layout.context, document_starts=layout.document_starts)
+    whole = layout.once("whole samples", lambda: SequenceLayout(layout.context, document_starts=layout.document_starts))
     return sequence_from_heads(causal_attention(q, k, v, whole, scale, None, backend=backend), layout, group)
 
 
@@ -78,11 +78,12 @@ def _gather_keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, group:
     return ordered.split((k.shape[-1], v.shape[-1]), dim=-1)
 
 
-def _causal_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Tensor) -> Tensor:
+def _causal_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: SequenceLayout, documents: Tensor) -> Tensor:
     """As `causal`, within documents; documents [b, keys] numbers each key's document."""
-    offset = k.shape[2] - q.shape[2]
+    queries, keys = q.shape[2], k.shape[2]
     if q.is_cuda:
-        return flex(q, k, v, document_blocks(documents, q.shape[2]), scale)
+        return flex(q, k, v, layout.once(("blocks", queries, keys), lambda: document_blocks(documents, queries)), scale)
+    offset = keys - queries
     position = torch.arange(k.shape[2], device=q.device)
     mask = position[offset:, None] >= position[None]
     mask = mask & (documents[:, offset:, None] == documents[:, None, :])

@@ -18,8 +18,7 @@ def rotate(x: Tensor, layout: SequenceLayout, base: float, *, within_documents: 
     work = torch.promote_types(x.dtype, torch.float32)
     table = (x.shape[-1], base, work, str(x.device))
     if within_documents and layout.document_starts is not None:
-        positions = layout.local(_positions_in_documents(layout.document_starts))
-        cos, sin = (whole[positions] for whole in _table(SequenceLayout(layout.context), *table))
+        cos, sin = layout.once(("rope", *table), lambda: _table_in_documents(layout, table))
     else:
         cos, sin = _table(SequenceLayout(layout.context, layout.size, layout.rank), *table)
     if x.is_cuda and work is torch.float32:
@@ -36,6 +35,11 @@ def _table(layout: SequenceLayout, dim: int, base: float, dtype: torch.dtype, de
     frequencies = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angles = (layout.positions(device).double()[:, None] * frequencies)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _table_in_documents(layout: SequenceLayout, table: tuple) -> tuple[Tensor, ...]:
+    positions = layout.local(_positions_in_documents(layout.document_starts))
+    return tuple(whole[positions] for whole in _table(SequenceLayout(layout.context), *table))
 
 
 def _positions_in_documents(starts: Tensor) -> Tensor:

@@ -32,13 +32,13 @@ def windowed_attention(
     assert window >= 1, f"a window of {window} tokens"
     if window >= layout.context:
         return causal_attention(q, k, v, layout, scale, context_group)
-    documents = None if layout.document_starts is None else layout.document_starts.long().cumsum(1)
+    documents = layout.documents()
     length = layout.chunk_length
     outputs = []
     for chunk, queries, (keys, values) in zip(layout.chunks, q.split(length, dim=1), _keys_and_values(k, v, layout, window, context_group)):
         end = (chunk + 1) * length
         seen = None if documents is None else documents[:, end - keys.shape[1] : end]
-        outputs.append(_windowed(*(aligned(x).transpose(1, 2) for x in (queries, keys, values)), window, scale, seen))
+        outputs.append(_windowed(*(aligned(x).transpose(1, 2) for x in (queries, keys, values)), window, scale, layout, chunk, seen))
     return joined(outputs)
 
 
@@ -51,14 +51,17 @@ def _keys_and_values(k: Tensor, v: Tensor, layout: SequenceLayout, window: int, 
     return [torch.cat(tokens, dim=1).split((k.shape[-1], v.shape[-1]), dim=-1) for tokens in chunks]
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, documents: Tensor | None) -> Tensor:
-    """The queries are the last ones of the keys' span. q [b, n, s, d]; documents [b, keys] numbers each key's document, or None."""
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, layout: SequenceLayout, chunk: int, documents: Tensor | None
+) -> Tensor:
+    """The queries are a chunk, the last ones of the keys' span. q [b, n, s, d]; documents [b, keys] numbers each key's document, or
+    None."""
     queries, keys = q.shape[2], k.shape[2]
     if not q.is_cuda:
         return _by_blocks_of_queries(q, k, v, window, scale, documents)
     if documents is None:
         return flex(q, k, v, window_blocks(queries, keys, window, str(q.device)), scale)
-    return flex(q, k, v, document_blocks(documents, queries, window), scale)
+    return flex(q, k, v, layout.once(("blocks", chunk, window), lambda: document_blocks(documents, queries, window)), scale)
 
 
 def _by_blocks_of_queries(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, documents: Tensor | None) -> Tensor:
