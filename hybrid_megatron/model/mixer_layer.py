@@ -97,7 +97,7 @@ class InputProjection(ColumnParallelLinear):
 def cut_batch_first(projected: Tensor, order: UnitOrder) -> list[dict[str, Tensor]]:
     """`order.cut` of projected [s, b, rows] as [b, s, rows]."""
     parts = iter(_Cut.apply(projected, order, GradientOfSlices.of(projected)))
-    return [{name: next(parts) for name in part} for part in order.cut(projected)]
+    return [{name: next(parts) for name in names} for names in order.names]
 
 
 class _Cut(torch.autograd.Function):

@@ -42,6 +42,11 @@ class UnitOrder:
         """By group: named rows of the projection that all units share."""
 
     @property
+    def names(self) -> list[list[str]]:
+        """Of each group's rows, in the order in which `cut` gives them."""
+        return [list(rows) for rows in self._rows]
+
+    @property
     def rows(self) -> int:
         """Of the input projection, over all units."""
         return self.units * sum(inside * sum(rows.values()) for inside, rows in zip(self._inside, self._rows))
