@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.by_kernel import by_kernel
+
 
 def log_gate_and_beta(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, largest_beta: int) -> tuple[Tensor, Tensor]:
     """(g, beta) [b, s, n], in float32 or wider, of a, b [b, s, n] as projected; A_log, dt_bias [n]. Keeps its inputs alone."""
-    if a.is_cuda and a.dtype is not torch.float64:
+    if by_kernel(a):
         from hybrid_megatron.ops.kernels.gated_delta_gates import Gates
 
         return Gates.apply(a, b, A_log, dt_bias, largest_beta)

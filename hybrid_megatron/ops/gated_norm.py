@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.by_kernel import by_kernel
+
 GATES = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
 
@@ -16,7 +18,7 @@ def gated_norm(o: Tensor, weight: Tensor, z: Tensor, eps: float, gate: str) -> T
 
     From the kernel it lies sequence first, as the output projection takes it. The gradient of o lies batch first, that of z as z does.
     """
-    if o.is_cuda and o.dtype is not torch.float64:
+    if by_kernel(o):
         from hybrid_megatron.ops.kernels.gated_norm import GatedNorm
 
         return GatedNorm.apply(o, weight, z, eps, gate)

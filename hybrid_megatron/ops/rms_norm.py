@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.by_kernel import by_kernel
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., h] / rms(x) * weight [h], statistics in float32 or wider, in the type of x."""
@@ -13,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The same, and x for whoever else needs it: the kernel of the backward pass then adds up the gradients of both."""
-    if x.is_cuda and x.dtype is not torch.float64:
+    if by_kernel(x):
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps), x
 

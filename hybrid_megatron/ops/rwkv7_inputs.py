@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.by_kernel import by_kernel
 from hybrid_megatron.ops.generalized_delta_rule import STRONGEST_GATE
 
 
@@ -22,7 +23,7 @@ def recurrence_inputs(
     """
     heads = k.shape[2:]
     decay, rate = decay.unflatten(-1, heads), rate.unflatten(-1, heads)
-    if k.is_cuda and k.dtype is not torch.float64:
+    if by_kernel(k):
         from hybrid_megatron.ops.kernels.rwkv7_inputs import RecurrenceInputs
 
         return RecurrenceInputs.apply(k, decay, rate, decay_bias, rate_bias, k_k, k_a)

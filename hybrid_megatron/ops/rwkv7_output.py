@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.by_kernel import by_kernel
+
 
 def finished(o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, r_k: Tensor, *, eps: float) -> Tensor:
     """[b, s, n, d], in float32 or wider and then as o is; o, r, k, v [b, s, n, d], gate [b, s, n * d], the others [n * d].
@@ -16,7 +18,7 @@ def finished(o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, weight: T
     From the kernel it lies sequence first, as the output projection takes it, and the gradient of o batch first, as FLA's kernels do.
     """
     gate = gate.unflatten(-1, o.shape[2:])
-    if o.is_cuda and o.dtype is not torch.float64:
+    if by_kernel(o):
         from hybrid_megatron.ops.kernels.rwkv7_output import Finished
 
         return Finished.apply(o, r, k, v, gate, weight, bias, r_k, eps)

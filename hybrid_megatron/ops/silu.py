@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.by_kernel import by_kernel
+
 
 def silu(x: Tensor) -> Tensor:
     """SiLU(x) for x [b, s, n, d], computed in float32 or wider, in the type of x."""
-    if _by_kernel(x):
+    if by_kernel(x):
         from hybrid_megatron.ops.kernels.silu import SiLU
 
         return SiLU.apply(x, False)
@@ -18,13 +20,9 @@ def silu(x: Tensor) -> Tensor:
 
 def unit_silu(x: Tensor) -> Tensor:
     """SiLU(x) / ||SiLU(x)|| over the last dimension of x [b, s, n, d], in float32 or wider, in the type of x."""
-    if _by_kernel(x):
+    if by_kernel(x):
         from hybrid_megatron.ops.kernels.silu import SiLU
 
         return SiLU.apply(x, True)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.normalize(F.silu(wide), dim=-1).to(x.dtype)
-
-
-def _by_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype is not torch.float64

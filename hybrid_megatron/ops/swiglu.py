@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_megatron.ops.by_kernel import by_kernel
+
 
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2 f] with the gate before the up projection -> [..., f]. Keeps its input alone for the backward pass."""
@@ -18,7 +20,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        if _by_kernel(x):
+        if by_kernel(x):
             from hybrid_megatron.ops.kernels.swiglu import product
 
             return product(x)
@@ -28,15 +30,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if _by_kernel(x):
+        if by_kernel(x):
             from hybrid_megatron.ops.kernels.swiglu import gradient
 
             return gradient(grad, x)
         return _by_definition(grad, x)
-
-
-def _by_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype is not torch.float64
 
 
 def _by_definition(grad: Tensor, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hybrid_megatron.ops.by_kernel import by_kernel
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.halo import preceding_tokens
 
@@ -53,7 +54,7 @@ def _mixed(x: Tensor, first: Tensor, starts: Tensor | None, mixes: Tensor) -> Te
 
     Before a token stands the one before it in x [b, s, h], `first` [b, chunks, h] before the chunks that s consists of, zeros at `starts`.
     """
-    if _by_kernel(x):
+    if by_kernel(x):
         from hybrid_megatron.ops.kernels.token_shift import mixed
 
         return mixed(x, first, starts, mixes)
@@ -64,7 +65,7 @@ def _mixed(x: Tensor, first: Tensor, starts: Tensor | None, mixes: Tensor) -> Te
 
 def _mixed_backward(gradients: Tensor, x: Tensor, first: Tensor, starts: Tensor | None, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, first and mixes, from those of `_mixed`."""
-    if _by_kernel(x):
+    if by_kernel(x):
         from hybrid_megatron.ops.kernels import token_shift as kernels
 
         return kernels.gradients(gradients, x, first, starts, mixes)
@@ -86,7 +87,3 @@ def _before(x: Tensor, first: Tensor, starts: Tensor | None) -> Tensor:
     before[:, 1:] = x[:, :-1]
     before[:, :: x.shape[1] // first.shape[1]] = first
     return before if starts is None else before.masked_fill_(starts[..., None], 0.0)
-
-
-def _by_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype is not torch.float64
