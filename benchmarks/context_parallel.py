@@ -1,14 +1,14 @@
 """torchrun --nproc-per-node N benchmarks/context_parallel.py [--contexts 32768,131072] [--mixers gdn,gla,lightning,attention,swa]
-                                                               [--out DIR] [--add FILE] [MODEL WORDS ...]
+                                                               [--out DIR] [--add FILE] [MODEL]
 
 One mixer layer (input projection, mixer, output projection; forward and backward) of a sample spread over N ranks, against the same layer
 on each rank alone with the whole sample: milliseconds, bytes that the busiest rank receives from others in the forward pass, and the
 scaling efficiency, alone / (N x spread). `host`: milliseconds until the last kernel was handed over; where that is nearly all, the host's
 speed is measured and not the GPU's. Linear mixers by states and by all-to-all, attention without positions by gathered keys and values and
-by all-to-all, windows by their halo. Contexts are tokens of a whole sample; besides those named, 32,768 a rank. Without words the layer is
-one of 776m in bf16; on a CPU add tiny, e.g. 776m+tiny.
+by all-to-all, windows by their halo. Contexts are tokens of a whole sample; besides those named, 32,768 a rank, if one of them is as long.
+Without MODEL the layer is one of 776m in bf16; on a CPU add tiny, 776m+tiny.
 
---add  a context_parallel.json of earlier measurements on the same kind of machine: its mixers stay, and only missing ones are measured
+--add  a context_parallel.json of the same model, contexts and kind of machine: its mixers stay, and only missing ones are measured
 
 Writes context_parallel.json into --out ($OUT, or this folder), after each mixer.
 """
@@ -41,19 +41,28 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         sys.exit("error: nothing is spread over one process: start it with torchrun --nproc-per-node N, N at least 2")
-    named = [int(context) for context in settings.contexts.split(",")]
-    contexts = sorted({*named, 32_768 * ranks} if max(named) >= 32_768 else set(named))
-    earlier = json.loads(settings.add.read_text()) if settings.add and settings.add.exists() else {"ranks": ranks, "rows": []}
-    if earlier["ranks"] != ranks:
-        sys.exit(f"error: --add {settings.add}: it is of {earlier['ranks']} ranks, and here are {ranks}; leave it out")
+    contexts = contexts_of(settings.contexts, ranks)
+    same = {"ranks": ranks, "model": "+".join(settings.words), "contexts": contexts}
+    earlier = json.loads(settings.add.read_text()) if settings.add and settings.add.exists() else same | {"rows": []}
+    if differs := [name for name in same if earlier[name] != same[name]]:
+        sys.exit(f"error: --add {settings.add}: its {differs[0]} are {earlier[differs[0]]}, and here {same[differs[0]]}; leave it out")
+    settings.out.mkdir(parents=True, exist_ok=True)
     rows = earlier["rows"]
     done = {row["mixer"] for row in rows}
     for found in measured([mixer for mixer in settings.mixers.split(",") if mixer not in done], settings.words, contexts):
         rows += with_efficiency(found, ranks)
         if os.environ["RANK"] == "0":
-            (settings.out / "context_parallel.json").write_text(json.dumps({"ranks": ranks, "rows": rows}, indent=1) + "\n")
+            (settings.out / "context_parallel.json").write_text(json.dumps(same | {"rows": rows}, indent=1) + "\n")
     if os.environ["RANK"] == "0":
         print(table(rows, ranks))
+
+
+def contexts_of(text: str, ranks: int) -> list[int]:
+    """Those named and, if one of them is as long, 32,768 tokens a rank."""
+    if not all(part.isdigit() and int(part) > 0 and int(part) % (2 * ranks) == 0 for part in text.split(",")):
+        sys.exit(f"error: --contexts {text}: multiples of {2 * ranks} are needed, two chunks for each of {ranks} ranks")
+    named = {int(part) for part in text.split(",")}
+    return sorted(named | {32_768 * ranks} if max(named) >= 32_768 else named)
 
 
 def measured(mixers: list[str], words: list[str], contexts: list[int]) -> Iterator[list[dict]]:

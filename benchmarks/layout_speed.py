@@ -60,7 +60,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks")))
     settings = parser.parse_args()
     gpus = settings.gpus or gpus_here()
-    wanted = [(model, int(context)) for model, context in (each.split("@") for each in settings.only.split(","))]
+    if gpus < 2:
+        sys.exit(f"error: --gpus {gpus}: layouts need at least two")
+    wanted = [model_and_context(each) for each in settings.only.split(",")]
+    settings.out.mkdir(parents=True, exist_ok=True)
     earlier = json.loads(settings.add.read_text())["rows"] if settings.add and settings.add.exists() else []
     rows = [row for row in earlier if row["failed"] is None]
     done = {(row["model"], row["context"], row["layout"]) for row in rows}
@@ -70,6 +73,13 @@ def main() -> None:
         rows.append(row)
         (settings.out / "layout_speed.json").write_text(json.dumps({"gpus": gpus, "rows": rows}, indent=1) + "\n")
     print(table(rows))
+
+
+def model_and_context(text: str) -> tuple[str, int]:
+    model, _, context = text.partition("@")
+    if model not in MODELS or not context.isdigit():
+        sys.exit(f"error: --only {text}: it must be MODEL@CONTEXT, e.g. 776m@4096; models are {', '.join(MODELS)}")
+    return model, int(context)
 
 
 def gpus_here() -> int:

@@ -122,4 +122,6 @@ def checkpoint(folder: Path) -> list[tuple[str, str, str]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))

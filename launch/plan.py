@@ -63,7 +63,8 @@ def _plan_study(options: dict[str, str], words: list[str], mfu: float | None) ->
 
 
 def _recipe(words: list[str]) -> RunConfig:
-    return load_recipe(words, beneath={"data": {"train": "unset"}})  # a plan reads no data
+    """A plan reads no data and no parameters: neither has to be named."""
+    return load_recipe([*words[:1], *(["init_from=null"] if words else []), *words[1:]], beneath={"data": {"train": "unset"}})
 
 
 def _studies() -> str:

@@ -14,7 +14,7 @@ KEPT = 0.82
 
 EXPECTED = (
     "as 776m+gdn_nope_lh on one H200, less recomputation and waiting of pipeline stages, and 18% for each of tensor, context and pipeline "
-    "above 1, which is what two ranks lost"
+    "above 1, which is what two ranks of 776m+rope lost"
 )
 
 

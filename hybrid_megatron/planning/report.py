@@ -190,7 +190,11 @@ def _layouts(found: list[dict]) -> Iterator[str]:
 
 def _suggestion(suggestion: dict | None, gpus: str, broken: bool) -> Iterator[str]:
     if suggestion is None:
-        why = "no layout keeps the rules above" if broken else f"no layout of {gpus} fits in memory"
+        why = (
+            "no layout with other parallel sizes and micro-batches keeps the rules above and fits"
+            if broken
+            else f"no layout of {gpus} fits in memory"
+        )
         yield _line("suggested", f"nothing: {why}")
         return
     words = " ".join(suggestion["overrides"]) or "the recipe as it stands"

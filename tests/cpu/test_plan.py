@@ -388,6 +388,10 @@ def test_the_suggestion_fits_validates_and_keeps_the_rule(words, gpus):
                 assert rank(candidate) >= rank(of) or not choices.fits(peak_memory(candidate))
 
 
+def test_a_plan_needs_no_run_to_begin_from():
+    assert "suggested" in command("776m+gdn_nope_lh+extend_32k", "--gpus", "8").out
+
+
 def test_no_suggestion_where_nothing_fits():
     ended = command("3b+rope+pretrain_4k", "model.num_layers=1024", "--gpus", "1")
     assert ended.code == 0 and "nothing: no layout of 1 GPU fits in memory" in ended.out

@@ -48,9 +48,8 @@ def test_as_with_a_plain_sbatch(slurm, tmp_path, size, gpus):  # noqa: F811
         assert f"tensor {sizes.tensor}, context {sizes.context}, pipeline {sizes.pipeline}, " in plan
         assert f"micro-batch {plain.train.micro_batch})" in plan
     layouts = [line.removeprefix("layout     ") for line in ended.out.splitlines() if line.startswith("layout ")]
-    of_the_first = ["train.micro_batch=4"] if size == "3b" else []
-    told = f", as {TEMPLATES[gpus]} has it for this recipe"
-    assert layouts == [f"{layout}{told}" for layout in (*of_the_first, "parallel.context=2")]
+    of_the_script = ["train.micro_batch=4", "parallel.context=2"] if size == "3b" else []
+    assert layouts == [f"{layout}, as {TEMPLATES[gpus]} has it for this recipe" for layout in of_the_script]
 
 
 def _script_and_words(asked: list[str]) -> tuple[str, list[str]]:
@@ -166,11 +165,12 @@ def test_a_script_that_makes_another_run_of_the_submitted_file(slurm, tmp_path):
 
 
 def test_what_the_script_added_is_said_where_it_is_refused(slurm, tmp_path):  # noqa: F811
-    short = ["776m+gdn_nope_lh+pretrain_4k", *DATA, f"run_dir={tmp_path / 'short'}"]
-    long = ["776m+gdn_nope_lh+extend_32k", *DATA, f"run_dir={tmp_path / 'long'}"]
+    small = "model.num_layers=4"  # fits one GPU
+    short = ["3b+gdn_nope_lh+pretrain_4k", small, *DATA, f"run_dir={tmp_path / 'short'}"]
+    long = ["3b+gdn_nope_lh+extend_32k", small, *DATA, f"run_dir={tmp_path / 'long'}"]
     ended = called(submit, *short, "--then", *long, "--", "--gres=gpu:1")
     assert ended.code == 2 and ended.errors == [
-        "stage 2, 776m+gdn_nope_lh+extend_32k: parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 GPU of the job; ask "
+        "stage 2, 3b+gdn_nope_lh+extend_32k: parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 GPU of the job; ask "
         "for a multiple of 2, with --gres=gpu:N and --nodes=N behind --, or lower one of them; parallel.context=2 stands in "
         "train_8xh200.sbatch for this recipe, not among your words; words given win, parallel.context=1 gives the recipe's own"
     ]
