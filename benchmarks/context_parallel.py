@@ -32,7 +32,7 @@ WAYS_OF_LINEAR = ("alone", "states", "all_to_all")
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("words", nargs="*", default=["776m"])
+    parser.add_argument("model", nargs="?", default="776m")
     parser.add_argument("--contexts", default="32768,131072")
     parser.add_argument("--mixers", default="gdn,gla,lightning,attention,swa")
     parser.add_argument("--add", type=Path)
@@ -42,14 +42,15 @@ def main() -> None:
     if ranks == 1:
         sys.exit("error: nothing is spread over one process: start it with torchrun --nproc-per-node N, N at least 2")
     contexts = contexts_of(settings.contexts, ranks)
-    same = {"ranks": ranks, "model": "+".join(settings.words), "contexts": contexts}
+    same = {"ranks": ranks, "model": settings.model, "contexts": contexts}
     earlier = json.loads(settings.add.read_text()) if settings.add and settings.add.exists() else same | {"rows": []}
-    if differs := [name for name in same if earlier[name] != same[name]]:
-        sys.exit(f"error: --add {settings.add}: its {differs[0]} are {earlier[differs[0]]}, and here {same[differs[0]]}; leave it out")
+    if differs := [name for name in same if earlier.get(name) != same[name]]:
+        name = differs[0]
+        sys.exit(f"error: --add {settings.add}: {name} there are {earlier.get(name, 'not told')}, and here {same[name]}; leave it out")
     settings.out.mkdir(parents=True, exist_ok=True)
     rows = earlier["rows"]
     done = {row["mixer"] for row in rows}
-    for found in measured([mixer for mixer in settings.mixers.split(",") if mixer not in done], settings.words, contexts):
+    for found in measured([mixer for mixer in settings.mixers.split(",") if mixer not in done], settings.model, contexts):
         rows += with_efficiency(found, ranks)
         if os.environ["RANK"] == "0":
             (settings.out / "context_parallel.json").write_text(json.dumps(same | {"rows": rows}, indent=1) + "\n")
@@ -65,7 +66,7 @@ def contexts_of(text: str, ranks: int) -> list[int]:
     return sorted(named | {32_768 * ranks} if max(named) >= 32_768 else named)
 
 
-def measured(mixers: list[str], words: list[str], contexts: list[int]) -> Iterator[list[dict]]:
+def measured(mixers: list[str], model: str, contexts: list[int]) -> Iterator[list[dict]]:
     """The rows of one mixer after the other."""
     from hybrid_megatron import platform
     from hybrid_megatron.benchmarking.cells import load_for_bench
@@ -83,7 +84,7 @@ def measured(mixers: list[str], words: list[str], contexts: list[int]) -> Iterat
             ways.append(f"parallel.context_{'attention' if mixer == 'attention' else 'linear'}=all_to_all")
         position = ", position: nope" if mixer == "attention" else ""
         one_layer = [f"pattern=[{{mixer: {mixer}{position}}}]", "model.num_layers=1", "model.vocab_size=1024"]
-        return load_for_bench("+".join(words), (*one_layer, *ways))
+        return load_for_bench(model, (*one_layer, *ways))
 
     with start(config_of("gdn", "alone").parallel, seed=1) as state:
         for mixer in mixers:

@@ -99,8 +99,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over the micro-batches of step `step` (0-based), reduce, clip, and update unless `judge` decides otherwise.
 
-    `judge` is asked with the step's number (1-based), loss and gradient norm before clipping, the same on all ranks; where it says no,
-    parameters and optimizer state are those from before the step.
+    `judge` is asked with the loss and the gradient norm before clipping, the same on all ranks; where it says no, parameters and
+    optimizer state are those from before the step.
     """
     for chunk in model:
         chunk.zero_grad_buffer()

@@ -24,6 +24,7 @@ from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_fr
 from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.planning.memory import mixer_bytes
 from megatron.core.dist_checkpointing.mapping import apply_factories
+from tests.cpu.kept import bytes_kept
 
 
 def cross_entropy_over_ranks(
@@ -47,27 +48,9 @@ def kept_over_ranks(words: list[str]) -> tuple[int, int]:
         mixing = model.decoder.layers[0].self_attention
         layout = SequenceLayout(config.train.context, config.parallel.context, state.context_rank)
         hidden = torch.randn(layout.local_length, config.train.micro_batch, config.model.hidden_size, requires_grad=True)
-        known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), hidden)}
-        kept: dict[int, Tensor] = {}
-
-        def keep(x: Tensor) -> Tensor:
-            kept.setdefault(x.untyped_storage().data_ptr(), x)
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            _graph = mixing(hidden, packed_seq_params=layout)
-        once, kept = kept, {}  # what both passes keep are tables of positions, one for all layers
-        known |= once.keys()
-
-        def forget(module, inputs: tuple[Tensor, ...]) -> None:
-            """The output projection's own input, unless it is the kernel's output too."""
-            known.update({inputs[0].untyped_storage().data_ptr()} - kept.keys())
-
-        with mixing.out_proj.register_forward_pre_hook(forget), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            mixing(hidden, packed_seq_params=layout)
-        found = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
         weight = mixing.order.computed_rows(1) * config.model.hidden_size * 4  # the input projection's, in block order
-        return found - weight, mixer_bytes(Layout(config, plan, config.parallel.context), plan.layers[0])
+        planned = mixer_bytes(Layout(config, plan, config.parallel.context), plan.layers[0])
+        return bytes_kept(mixing, hidden, layout, model) - weight, planned
 
 
 def mixing_over_ranks(

@@ -1,6 +1,7 @@
 """AdamW by its definition, who is decayed, clipping, and that every parameter's state is its own."""
 
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.loop import train_step
 from hybrid_megatron.training.optimizer import FusedAdamW, clip_next_step, set_hyperparameters
 from hybrid_megatron.training.stability import Stability
-from hybrid_megatron.training.step import squared_gradient_norm
+from hybrid_megatron.training.step import forward_backward, squared_gradient_norm
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from tests.cpu import cells
 from tests.cpu.tiny import tiny_words
@@ -98,6 +99,32 @@ def one_step(words: list[str], clip: float) -> tuple[float, float, int]:
         [part] = trainer.optimizer.chained_optimizers
         moments = [s["exp_avg"] for s in part.optimizer.state.values()]
         return result.grad_norm, math.sqrt(sum(float(m.double().square().sum()) for m in moments)) / 0.1, len(moments)
+
+
+def most_micro_batches_alive(words: list[str]) -> tuple[int, int]:
+    """(used ones whose tokens are still in memory when the next is asked for, at most; how many there are)."""
+    config = load_recipe(words)
+    data, used, most = open_dataset(config, "train"), [], 0
+
+    def watched(batches):
+        nonlocal most
+        for batch in batches:
+            most = max(most, sum(tokens() is not None for tokens in used))
+            used.append(weakref.ref(batch.tokens))
+            yield batch
+            del batch
+
+    with start(config.parallel, config.seed) as state:
+        trainer = build_trainer(config, state, data, None)
+        count = trainer.train_stream.micro_batches(0)
+        forward_backward(config, trainer.model, watched(trainer.train_stream.step(0)), count, state)
+    return most, len(used)
+
+
+def test_used_micro_batches_are_let_go(ranks, tiny_data):
+    words = tiny_words(tiny_data, "run_dir=unused", "train.micro_batch=1", "train.batch_tokens=1024")
+    [(most, count)] = ranks.run(1, most_micro_batches_alive, words)
+    assert count == 16 and most <= 2
 
 
 def test_clipping(ranks, tiny_data):

@@ -388,6 +388,32 @@ def test_the_suggestion_fits_validates_and_keeps_the_rule(words, gpus):
                 assert rank(candidate) >= rank(of) or not choices.fits(peak_memory(candidate))
 
 
+MEASURED = {
+    ("776m+gdn_nope_lh", 4096, ""): 0.479,
+    ("776m+gdn_nope_lh", 32_768, ""): 0.463,
+    ("776m+rope", 4096, "parallel.tensor=2 parallel.sequence=true"): 0.820,
+    ("776m+rope", 4096, "parallel.pipeline=2 train.batch_tokens=262144"): 0.742,
+    ("776m+rope", 32_768, "parallel.context=2"): 0.825,
+    ("1b+rope", 32_768, "parallel.context=2"): 0.817,
+}
+"""On two H200s, or one (benchmarks/README.md): MFU; with a layout of two, the part of one GPU's speed."""
+
+
+@pytest.mark.parametrize("which", MEASURED, ids=str)
+def test_the_expected_speed_is_what_was_measured(which):
+    of, context, words = which
+    micro_batch = 32_768 // context
+
+    def expected(gpus: int, *more: str) -> float:
+        config = recipe(
+            f"{of}+pretrain_4k", f"train.context={context}", f"train.micro_batch={micro_batch}", "train.batch_tokens=65536", *more
+        )
+        return expected_mfu(Layout(config, plan_layers(config), gpus))
+
+    found = expected(2, *words.split()) / expected(1) if words else expected(1)
+    assert found == pytest.approx(MEASURED[which], rel=0.05)
+
+
 def test_a_plan_needs_no_run_to_begin_from():
     assert "suggested" in command("776m+gdn_nope_lh+extend_32k", "--gpus", "8").out
 

@@ -358,3 +358,15 @@ def test_kernel_pair(version, capability, wrong):
     assert (problem is not None) == wrong
     if problem:
         assert version in problem and "NVIDIA H200" in problem and "3.7.1" in problem
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "seen"),
+    [(None, 2, ["0", "1"]), ("", 0, []), ("4,GPU-7", 2, ["4", "GPU-7"]), ("3,9,5", 1, ["3"])],  # torch stops at the first it does not know
+)
+def test_visible_devices(monkeypatch, named, count, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert platform.visible_devices() == seen

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hybrid_megatron.model.attention.rope import rotate
 from hybrid_megatron.ops.documents import sequences_of
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.sequence_layout import gathered_order
@@ -72,3 +73,12 @@ def test_what_all_layers_need_is_made_once(size):
     assert sequences_of(local) is not sequences_of(other.local_document_starts())
     assert SequenceLayout(32, size).once("a", lambda: 1) == 1 and SequenceLayout(32, size).documents() is None
     assert hash(SequenceLayout(32, size)) == hash(SequenceLayout(32, size)), "what was made for one is no part of what it is"
+
+
+def test_rotations_of_one_layout_that_differ_in_their_base_do_not_share_a_table():
+    starts = torch.zeros(1, 16, dtype=torch.bool)
+    starts[0, 6] = True
+    layout, x = SequenceLayout(16, document_starts=starts), torch.randn(1, 16, 2, 8)
+    first, second = (rotate(x, layout, base, within_documents=True) for base in (100.0, 10.0))
+    alone = rotate(x, SequenceLayout(16, document_starts=starts), 10.0, within_documents=True)
+    assert torch.equal(second, alone) and not torch.equal(first, second)

@@ -5,7 +5,16 @@ import json
 import pytest
 
 from hybrid_megatron.ops import tuned_kernels
-from hybrid_megatron.ops.tuned_kernels import TABLES, entry_of, name_of, parts_of, table_of, tuners_of_fla, use_tuned_kernels
+from hybrid_megatron.ops.tuned_kernels import (
+    TABLES,
+    entry_of,
+    give_to_autotuners,
+    name_of,
+    parts_of,
+    table_of,
+    tuners_of_fla,
+    use_tuned_kernels,
+)
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +26,15 @@ def tuners() -> dict:
 def key_of(entry: dict, **instead: int) -> tuple:
     """As Triton makes it, with other numbers where asked for."""
     return (*(instead.get(name, value) for name, value in entry["key"]), *entry["dtypes"])
+
+
+def test_keys_of_another_form_are_tuned_as_ever(tuners, monkeypatch):
+    """Of a version of Triton or FLA that is not the table's."""
+    entry = json.loads(table_of("NVIDIA H200").read_text())[0]
+    tuner = tuners[entry["kernel"]]
+    monkeypatch.setattr(tuner, "cache", {})
+    give_to_autotuners([entry])
+    assert key_of(entry) in tuner.cache and ("one", "too", "many", *key_of(entry)) not in tuner.cache
 
 
 def test_name_of_a_table():

@@ -35,10 +35,12 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str) -> Tenso
     square = q.shape[2] == k.shape[2]
     if not square and (not q.is_cuda or backend in ("auto", "cudnn")) and two_parts.takes(q, k, v):
         return two_parts.causal_in_two_parts(q, k, v, scale)
-    if q.is_cuda and (backend == "efficient" or (backend == "auto" and q.dtype not in _OF_16_BITS)):  # it has no groups
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and (backend == "efficient" or (backend == "auto" and q.dtype not in _OF_16_BITS)):  # it has no groups
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
     bias = None if square else causal_lower_right(q.shape[2], k.shape[2])
-    more = {"attn_mask": bias, "is_causal": square, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    more = {"attn_mask": bias, "is_causal": square, "scale": scale, "enable_gqa": grouped}
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, **more)
     with sdpa_kernel(list(_OF_SDPA.values()) if backend == "auto" else [_OF_SDPA[backend]], set_priority=True):

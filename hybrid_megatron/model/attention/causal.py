@@ -84,7 +84,7 @@ def _causal_in_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: 
     if q.is_cuda:
         return flex(q, k, v, layout.once(("blocks", queries, keys), lambda: document_blocks(documents, queries)), scale)
     offset = keys - queries
-    position = torch.arange(k.shape[2], device=q.device)
+    position = torch.arange(keys, device=q.device)
     mask = position[offset:, None] >= position[None]
     mask = mask & (documents[:, offset:, None] == documents[:, None, :])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
