@@ -29,8 +29,8 @@ class AttentionConfig(SoftmaxConfig):
     """Settings of the mixer `attention`, whose heads see the whole context."""
 
     backend: str = "auto"
-    """Kernel on CUDA: auto (cudnn, else flash, else the others), cudnn, flash, efficient, math or flex (FlexAttention); losses are the same
-    but for rounding. Masked documents take flex in any case, and a CPU has one kernel."""
+    """Kernel on CUDA: auto (cudnn, else flash, else the others), cudnn, flash, efficient, math, flex (FlexAttention) or te (Transformer
+    Engine's choice); losses are the same but for rounding. Masked documents take flex in any case, and a CPU has one kernel."""
 
 
 @dataclass
@@ -118,6 +118,17 @@ class RWKV7Config:
 
 
 @dataclass
+class KernelsConfig:
+    """What computes on CUDA where no tokens are mixed; losses are the same but for rounding, and so are parameters and checkpoints. te is
+    Transformer Engine, which must be installed (pip install -e .[te]). A CPU has torch alone."""
+
+    linear: str = "torch"
+    """Products of the mixers' and the SwiGLU blocks' projections: torch (cuBLAS) or te. The output layer's are part of the loss."""
+    norm: str = "triton"
+    """RMSNorm before each block and after the last: triton (this project's) or te."""
+
+
+@dataclass
 class ModelConfig:
     """A Llama-style decoder: RMSNorm before each block, SwiGLU, no biases, untied embeddings."""
 
@@ -135,6 +146,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     """Standard deviation of the normal distribution that every projection and embedding is drawn from."""
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     swa: SWAConfig = field(default_factory=SWAConfig)
     gla: GLAConfig = field(default_factory=GLAConfig)

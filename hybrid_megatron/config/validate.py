@@ -11,7 +11,9 @@ from hybrid_megatron.config.validate_stability import NON_FINITE, SPIKE, stabili
 from hybrid_megatron.config.validate_tracking import tracking_problems
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.attention.backends import BACKENDS
+from hybrid_megatron.model.linear import LINEAR
 from hybrid_megatron.model.mixers import MIXERS
+from hybrid_megatron.model.norm import NORM
 from hybrid_megatron.model.pattern import Layer, LayerPlan, plan_layers
 from hybrid_megatron.model.unit_order import UnitOrder
 
@@ -72,6 +74,8 @@ def not_positive(section: str, values) -> Iterator[str]:
 def _choices(config: RunConfig) -> Iterator[str]:
     yield from not_among(
         ("model.attention.backend", config.model.attention.backend, BACKENDS),
+        ("model.kernels.linear", config.model.kernels.linear, LINEAR),
+        ("model.kernels.norm", config.model.kernels.norm, NORM),
         ("train.precision", config.train.precision, PRECISIONS),
         ("train.recompute", config.train.recompute, ("none", "selective", "full")),
         ("schedule.shape", config.schedule.shape, SHAPES),

@@ -6,14 +6,24 @@ CPU or a GPU.
 """
 
 import hashlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 
 import torch
+from torch import Tensor
 
+from hybrid_megatron import platform
 from hybrid_megatron.config.megatron import sharding_metadata
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.parallel import ParallelState
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.transformer.module import MegatronModule
+
+
+_MOST_AT_ONCE = 8
+"""Each in float32, whole."""
 
 
 @torch.no_grad()
@@ -23,18 +33,31 @@ def initialize_parameters(model: MegatronModule, run: RunConfig, state: Parallel
     tensors = model.sharded_state_dict(metadata=sharding_metadata(state.groups.dp_cp))
     special = {p.data_ptr(): p.init for p in model.parameters() if hasattr(p, "init")}
     apply_factories(tensors)  # splits the fused gate and up rows of SwiGLU into their places in the whole matrix
-    whole: dict[str, torch.Tensor] = {}
-    for tensor in sharded_tensors(tensors):
-        if tensor.key not in whole:
-            whole = {tensor.key: _draw(tensor, special.get(tensor.data.data_ptr()), run)}
-        cut = tuple(slice(offset, offset + length) for offset, length in zip(tensor.global_offset, tensor.local_shape))
-        tensor.data.copy_(whole[tensor.key][cut])
-        drawn.add(tensor.data.untyped_storage().data_ptr())
+    parameters = [list(shards) for _, shards in groupby(sharded_tensors(tensors), lambda tensor: tensor.key)]
+    for shards, whole in _side_by_side(parameters, lambda shards: _draw(shards[0], special.get(shards[0].data.data_ptr()), run)):
+        for tensor in shards:
+            cut = tuple(slice(offset, offset + length) for offset, length in zip(tensor.global_offset, tensor.local_shape))
+            tensor.data.copy_(whole[cut])
+            drawn.add(tensor.data.untyped_storage().data_ptr())
     missed = [name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in drawn]
     assert not missed, f"parameters without initial values: {missed}"
 
 
-def _draw(tensor: ShardedTensor, init, run: RunConfig) -> torch.Tensor:
+def _side_by_side(parameters: list, draw) -> Iterator[tuple[list[ShardedTensor], Tensor]]:
+    """Each with what is drawn for it, in order; a generator's numbers come one after the other, those of several on a core each."""
+    count = min(_MOST_AT_ONCE, platform.cores())
+    drawing: deque = deque()
+    with ThreadPoolExecutor(count) as pool:
+        for shards in parameters:
+            drawing.append((shards, pool.submit(draw, shards)))
+            if len(drawing) > count:
+                shards, drawn = drawing.popleft()
+                yield shards, drawn.result()
+        for shards, drawn in drawing:
+            yield shards, drawn.result()
+
+
+def _draw(tensor: ShardedTensor, init, run: RunConfig) -> Tensor:
     digest = hashlib.sha256(f"{run.seed}/{tensor.key}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     shape = tuple(tensor.global_shape)

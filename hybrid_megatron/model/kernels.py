@@ -1,4 +1,4 @@
-"""Which kernels compute a plan's mixers on this GPU, and whether they can be trusted; asked before a run or an evaluation begins.
+"""Which kernels compute a plan's layers on this GPU, and whether they can be trusted; asked before a run or an evaluation begins.
 
 On a CPU nothing is asked: what runs there is torch, and the project's own forms in it.
 """
@@ -18,10 +18,12 @@ from hybrid_megatron.ops.tuned_kernels import use_tuned_kernels
 
 
 def check_kernels(config: RunConfig, plan: LayerPlan) -> None:
-    """Raise RunError if the attention kernel that is asked for does not run here, or if flash-linear-attention's kernels compute wrong
-    values: by the versions known to, then by trying."""
+    """Raise RunError if Transformer Engine is asked for and not there, if the attention kernel that is asked for does not run here, or if
+    flash-linear-attention's kernels compute wrong values: by the versions known to, then by trying."""
     if not platform.is_cuda():
         return
+    if problem := transformer_engine_problem(config):
+        raise RunError(problem)
     groups = _groups(plan)
     if "attention" in groups and attention_backend(config, groups["attention"]) is None:
         heads, kv_heads = _local_heads(config, groups["attention"])
@@ -43,11 +45,29 @@ def check_kernels(config: RunConfig, plan: LayerPlan) -> None:
             raise RunError(problem)
 
 
+def transformer_engine_problem(config: RunConfig) -> str | None:
+    """Why it does not serve here, in one sentence, where the recipe asks for it."""
+    kernels = config.model.kernels
+    settings = {
+        "model.attention.backend": config.model.attention.backend,
+        "model.kernels.linear": kernels.linear,
+        "model.kernels.norm": kernels.norm,
+    }
+    asked = [f"{key}={value}" for key, value in settings.items() if value == "te"]
+    if not asked or not (problem := platform.transformer_engine_problem()):
+        return None
+    return (
+        f"{', '.join(asked)}: {problem}; install Transformer Engine (pip install --no-build-isolation -c constraints.txt -e '.[te]', where "
+        "CUDA's compiler is), or leave the settings out"
+    )
+
+
 def kernels_taken(config: RunConfig, plan: LayerPlan) -> str | None:
-    """For the screen: what computes the mixers on this GPU, and what is known beforehand of the fastest configurations. None on a CPU."""
+    """For the screen: what computes the layers on this GPU, and what is known beforehand of the fastest configurations. None on a CPU."""
     if not platform.is_cuda():
         return None
-    groups, told = _groups(plan), []
+    kernels, groups = config.model.kernels, _groups(plan)
+    told = [f"linear layers by {kernels.linear}, norms by {kernels.norm}"]
     if "attention" in groups:
         told.append(f"attention by {attention_backend(config, groups['attention'])}")
     if "swa" in groups:

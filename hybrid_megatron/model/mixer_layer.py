@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hybrid_megatron import platform
 from hybrid_megatron.config.schema import ModelConfig, ParallelConfig
+from hybrid_megatron.model.linear import linears
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import Layer
 from hybrid_megatron.model.unit_order import UnitOrder
@@ -14,7 +15,6 @@ from hybrid_megatron.parallel import SequenceLayout
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint, sharded_state_dict_default
@@ -35,15 +35,16 @@ class MixerLayer(MegatronModule):
         super().__init__(config=config)
         self.ranks = pg_collection
         self.order = UnitOrder(model, layer.groups)
+        linear = linears(model.kernels.linear)
         shared = dict(config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=pg_collection.tp)
         if self.order.rows:
-            self.in_proj = InputProjection(self.order, model.hidden_size, **shared)
+            self.in_proj = linear.input_projection(self.order, model.hidden_size, **shared)
         if self.order.shared:
             self.shared_proj = SharedProjection(config, model.hidden_size, self.order.shared, pg_collection)
         self.mixers = torch.nn.ModuleList(
             MIXERS[group.mixer](config, model, group, parallel, pg_collection, layer.number) for group in layer.groups
         )
-        self.out_proj = RowParallelLinear(self.order.columns, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared)
+        self.out_proj = linear.row(self.order.columns, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared)
 
     def forward(self, hidden: Tensor, attention_mask=None, *, packed_seq_params: SequenceLayout, **_unused) -> tuple[Tensor, None]:
         """hidden [s, b, h] -> [s, b, h]; under sequence parallelism s is this tensor rank's share at both ends.
@@ -80,18 +81,6 @@ class MixerLayer(MegatronModule):
         for name in ("in_proj", "out_proj") if self.order.rows else ("out_proj",):
             state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.ranks.tp)
         return state
-
-
-class InputProjection(ColumnParallelLinear):
-    """Its weight is stored in unit order, so that tensor ranks hold contiguous parts of it, and multiplies in block order."""
-
-    def __init__(self, order: UnitOrder, hidden_size: int, **shared):
-        super().__init__(hidden_size, order.rows, gather_output=False, skip_bias_add=False, **shared)
-        self.order = order
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args, **more) -> Tensor:
-        """hidden [s, b, h] -> [s, b, rows of this tensor rank's units in block order, filled up]."""
-        return super()._forward_impl(input, self.order.in_block_order(weight), *args, **more)
 
 
 def cut_batch_first(projected: Tensor, order: UnitOrder) -> list[dict[str, Tensor]]:

@@ -1,4 +1,6 @@
-"""RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467)."""
+"""RMSNorm (Zhang and Sennrich, 2019, arXiv 1910.07467) of the residual stream, by what computes it (`model.kernels.norm`)."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -6,6 +8,23 @@ from torch import Tensor
 from hybrid_megatron import platform
 from hybrid_megatron.ops.rms_norm import rms_norm, rms_norm_and_input
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+NORM = ("triton", "te")
+
+
+class Norms(NamedTuple):
+    final: type
+    residual: type
+    """At the head of a residual branch."""
+
+
+def norms(backend: str) -> Norms:
+    """A CPU has torch's alone."""
+    if backend == "te" and platform.is_cuda():
+        from hybrid_megatron.model import transformer_engine as te  # only where it is installed
+
+        return Norms(te.RMSNorm, te.ResidualRMSNorm)
+    return Norms(RMSNorm, ResidualRMSNorm)
 
 
 class RMSNorm(torch.nn.Module):

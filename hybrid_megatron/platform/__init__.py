@@ -22,14 +22,16 @@ from hybrid_megatron.platform.device import (
     select_device,
     synchronize,
     torch_sees_none,
+    transformer_engine_problem,
     visible_devices,
 )
-from hybrid_megatron.platform.host import available_host_memory
+from hybrid_megatron.platform.host import available_host_memory, cores
 from hybrid_megatron.platform.quiet import silence_megatron
 
 __all__ = [
     "available_host_memory",
     "backend",
+    "cores",
     "device",
     "device_name",
     "gpus_given",
@@ -41,6 +43,7 @@ __all__ = [
     "select_device",
     "synchronize",
     "torch_sees_none",
+    "transformer_engine_problem",
     "visible_devices",
 ]
 

@@ -133,6 +133,18 @@ def kernel_pair_problem() -> str | None:
     return kernel_pair_problem_of(triton.__version__, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
 
+def transformer_engine_problem() -> str | None:
+    """Why Transformer Engine does not serve on this GPU, in one sentence; None if it does, and on a CPU, which never takes it."""
+    if not is_cuda():
+        return None
+    try:
+        import transformer_engine.pytorch  # noqa: F401  the plain package hides what goes wrong
+    except Exception as error:  # a library that is missing, of another CUDA or another torch: an error of its own each
+        reason = next(iter(str(error).strip().splitlines()), "")
+        return f"importing transformer_engine.pytorch fails ({type(error).__name__}: {reason})"
+    return None
+
+
 def kernel_pair_problem_of(triton_version: str, capability: tuple[int, int], name: str) -> str | None:
     """The sentence of `kernel_pair_problem` for a triton version and a GPU."""
     # flash-linear-attention issue 640; FLA itself refuses the same pair in ops/common/chunk_o.py.

@@ -1,11 +1,19 @@
-"""Memory of the host that this process may still take: of the machine, and of every control group above it (a Slurm job, a container)."""
+"""What of the host this process may take: cores, and memory that the machine and every control group above it (a Slurm job, a container)
+have left."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 60
 """cgroup v1 says a number beyond any memory where there is no limit, v2 says `max`."""
+
+
+def cores() -> int:
+    """That this process may use, shared with torchrun's other processes on the node; at least one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, allowed // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def available_host_memory(root: Path = _ROOT) -> int | None:

@@ -12,6 +12,7 @@ from hybrid_megatron.checkpoint.store import CheckpointStore
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.accounting import account
+from hybrid_megatron.model.kernels import transformer_engine_problem
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan, plan_layers
 from hybrid_megatron.planning.layout import Layout
@@ -76,7 +77,8 @@ def _look(
                 return None
             run_folder = stack.enter_context(open_run_folder(Path(config.run_dir), token, node))
             steps = [int(path.name[5:]) for path in CheckpointStore(Path(config.run_dir)).complete()]
-            return _NodeFacts(gather_software(needs_fla), gather_folders(), gather_files(config, words), run_folder, steps)
+            software = gather_software(needs_fla, transformer_engine_problem(config))
+            return _NodeFacts(software, gather_folders(), gather_files(config, words), run_folder, steps)
 
         facts = job.of_nodes(exchange.of_all(NODE_FACTS, gather))
         written = {name: each.run_folder.file for name, each in facts.items() if not each.run_folder.problem}

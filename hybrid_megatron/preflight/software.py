@@ -29,15 +29,18 @@ class Software:
     """Requirements of pyproject.toml that are not met, by package: what is wrong, in words."""
     pair_problem: str | None
     """Of triton and the node's GPUs taken together, where the recipe needs both."""
+    engine_problem: str | None
+    """Of Transformer Engine, where the recipe asks for it."""
 
 
-def gather_software(needs_fla: bool) -> Software:
+def gather_software(needs_fla: bool, engine_problem: str | None) -> Software:
     versions = {"python": python_platform.python_version()} | {package: _version(package) for package in _COMPUTE}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if platform.is_cuda() else None
     versions |= {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": _driver_version()}
     required = [each for each in _requirements() if needs_fla or each.name not in _KERNELS]
     unmet = {each.name: problem for each in required if (problem := _unmet(each))}
-    return Software(versions, unmet, platform.kernel_pair_problem() if needs_fla else None)
+    pair_problem = platform.kernel_pair_problem() if needs_fla else None
+    return Software(versions, unmet, pair_problem, engine_problem)
 
 
 def judge_software(software: dict[str, Software], cuda: bool) -> list[Finding]:
@@ -57,6 +60,8 @@ def judge_software(software: dict[str, Software], cuda: bool) -> list[Finding]:
                 findings.append(Finding("versions", Level.REFUSED, f"{found}; all nodes must run the same software: {_WAY_OUT}"))
     problems = dict.fromkeys(each.pair_problem for each in software.values() if each.pair_problem)
     findings += [Finding("triton and GPU", Level.REFUSED, problem) for problem in problems]
+    problems = dict.fromkeys(each.engine_problem for each in software.values() if each.engine_problem)
+    findings += [Finding("Transformer Engine", Level.REFUSED, problem) for problem in problems]
     first = next(iter(software.values())).versions
     told = ", ".join(f"{name} {version}" for name, version in first.items() if version)
     return findings or [Finding("versions", Level.FINE, told)]

@@ -31,7 +31,7 @@ from hybrid_megatron.training.heartbeat import remove_heartbeats
 # recognised by their contents (checkpoint/), so that a dataset may move.
 _MAY_CHANGE = (
     "name", "run_dir", "parallel.", "tracking.", "checkpoint.", "validation.", "watchdog.", "train.micro_batch", "train.recompute",
-    "model.attention.backend", "data.train", "data.valid", "data.tokenizer", "data.cache_dir", "data.repeat",
+    "model.attention.backend", "model.kernels.", "data.train", "data.valid", "data.tokenizer", "data.cache_dir", "data.repeat",
     "stability.skip_steps",  # behind the newest checkpoint: `_other_past`
 )  # fmt: skip
 

@@ -2,12 +2,11 @@
 
 megatron-core calls an extension of Apex for it, fused_weight_gradient_mlp_cuda. This is the same in torch: gradients are not rounded to
 bfloat16 on their way, and a copy and a sum of every weight's gradient are saved. The output layer, whose gradient is made with the loss,
-adds it itself where the same switch is on (ops/linear_cross_entropy.py).
+adds it itself where the same switch is on (ops/linear_cross_entropy.py), and Transformer Engine's linear layers have a form of their own.
 """
 
 from types import SimpleNamespace
 
-from hybrid_megatron.model.mixer_layer import InputProjection
 from hybrid_megatron.ops.matmul import add_matmul_
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
@@ -18,7 +17,7 @@ def add_weight_gradients_by_matmul(model: list[DistributedDataParallel]) -> None
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add)
     for chunk in model:
         for module in chunk.modules():
-            if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)) and not isinstance(module, InputProjection):
+            if hasattr(module, "gradient_accumulation_fusion") and not getattr(module, "rearranges_weight", False):
                 module.gradient_accumulation_fusion = True
 
 

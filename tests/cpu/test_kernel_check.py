@@ -1,5 +1,7 @@
 """The check of kernels lets right ones pass and names what is wrong with others; the CPU's forms stand in for the GPU's kernels."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,10 +10,13 @@ from hybrid_megatron.config import load_recipe
 from hybrid_megatron.errors import RunError
 from hybrid_megatron.model import kernels
 from hybrid_megatron.model.attention.backends import first_that_runs
+from hybrid_megatron.model.linear import linears
+from hybrid_megatron.model.norm import norms
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import gated_delta_rule
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 from hybrid_megatron.ops.kernel_check import kernel_problem
+from hybrid_megatron.platform.device import transformer_engine_problem
 
 CPU = torch.device("cpu")
 
@@ -64,7 +69,8 @@ def test_a_refusal_and_a_nan_are_told(monkeypatch):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Where flash and flex run, cudnn does not, and there is no table of tuned configurations."""
-    for name, answer in {"is_cuda": True, "device_name": "a GPU", "kernel_pair_problem": None}.items():
+    answers = {"is_cuda": True, "device_name": "a GPU", "kernel_pair_problem": None, "transformer_engine_problem": None}
+    for name, answer in answers.items():
         monkeypatch.setattr(platform, name, lambda answer=answer: answer)
     asked = []
 
@@ -83,15 +89,20 @@ def plan_of(*words: str):
 
 def test_the_kernels_taken_are_told(as_on_a_gpu):
     told = kernels.kernels_taken(*plan_of("model.num_kv_heads=4", "parallel.tensor=2"))
-    assert told == "attention by flash" and as_on_a_gpu == [(6, 2, 128, torch.bfloat16, platform.device())]
+    assert told == "linear layers by torch, norms by triton; attention by flash" and as_on_a_gpu == [
+        (6, 2, 128, torch.bfloat16, platform.device())
+    ]
     pattern = "pattern=[{mixer: gdn}, {heads: [{mixer: swa}, {mixer: attention, position: nope}]}]"
     told = kernels.kernels_taken(*plan_of(pattern, "model.attention.backend=flex"))
-    assert told.startswith("attention by flex; windows by flex; gdn by flash-linear-attention 0.6.0, no tuned configurations for a GPU: ")
+    assert told.startswith(
+        "linear layers by torch, norms by triton; attention by flex; windows by flex; gdn by flash-linear-attention 0.6.0, no tuned "
+        "configurations for a GPU: "
+    )
 
 
 def test_documents_take_flex_whatever_is_asked_for(as_on_a_gpu):
     of = plan_of("model.attention.backend=cudnn", "data.document_mask=true")
-    assert kernels.kernels_taken(*of) == "attention by flex" and kernels.check_kernels(*of) is None and as_on_a_gpu == []
+    assert kernels.kernels_taken(*of).endswith("; attention by flex") and kernels.check_kernels(*of) is None and as_on_a_gpu == []
 
 
 def test_a_backend_that_does_not_run_is_refused(as_on_a_gpu):
@@ -99,6 +110,34 @@ def test_a_backend_that_does_not_run_is_refused(as_on_a_gpu):
     with pytest.raises(RunError, match=told):
         kernels.check_kernels(*plan_of("model.attention.backend=cudnn"))
     kernels.check_kernels(*plan_of("model.attention.backend=flash"))
+
+
+TE = {"model.attention.backend": "te", "model.kernels.linear": "te", "model.kernels.norm": "te"}
+
+
+def test_transformer_engine_is_told_of_where_it_is(as_on_a_gpu):
+    assert kernels.kernels_taken(*plan_of("model.kernels.linear=te")) == "linear layers by te, norms by triton; attention by flash"
+    assert kernels.check_kernels(*plan_of("model.kernels.linear=te", "model.kernels.norm=te")) is None
+
+
+@pytest.mark.parametrize("settings", [*([f"{key}={value}"] for key, value in TE.items()), [f"{key}={value}" for key, value in TE.items()]])
+def test_transformer_engine_is_refused_where_it_is_not(as_on_a_gpu, monkeypatch, settings):
+    monkeypatch.setattr(platform, "transformer_engine_problem", transformer_engine_problem)
+    monkeypatch.setitem(transformer_engine_problem.__globals__, "is_cuda", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # an import of it fails
+    with pytest.raises(RunError) as told:
+        kernels.check_kernels(*plan_of(*settings))
+    [sentence] = str(told.value).splitlines()
+    assert sentence.startswith(", ".join(settings) + ": importing transformer_engine.pytorch fails (ModuleNotFoundError: ")
+    assert "install Transformer Engine" in sentence and "leave the settings out" in sentence
+
+
+def test_a_cpu_has_no_transformer_engine():
+    if platform.is_cuda():
+        pytest.skip("there is a GPU")
+    words = plan_of(*(f"{key}={value}" for key, value in TE.items()))
+    assert kernels.transformer_engine_problem(words[0]) is None and kernels.check_kernels(*words) is None
+    assert linears("te") == linears("torch") and norms("te") == norms("triton")
 
 
 def test_nothing_is_told_or_refused_on_a_cpu():

@@ -142,8 +142,8 @@ def test_recipe(tiny_data):
     check(judge_recipe(two, [RecipeRead(None, ("mistake",)), RecipeRead(config)]), Level.REFUSED, "mistake")
 
 
-def software(unmet: dict[str, str] | None = None, pair: str | None = None, **versions: str) -> Software:
-    return Software({"python": "3.12.1", "torch": "2.12.1", "driver": "580.1"} | versions, unmet or {}, pair)
+def software(unmet: dict[str, str] | None = None, pair: str | None = None, engine: str | None = None, **versions: str) -> Software:
+    return Software({"python": "3.12.1", "torch": "2.12.1", "driver": "580.1"} | versions, unmet or {}, pair, engine)
 
 
 def test_software():
@@ -157,6 +157,7 @@ def test_software():
     check(judge_software(old, False), Level.WARNING, "triton is 3.6.0")
     check(judge_software({"node1": software({"wandb": "wandb is not installed"})}, True), Level.WARNING, "wandb is not installed")
     check(judge_software(dict.fromkeys(fine, software(pair="wrong pair")), True), Level.REFUSED, "wrong pair")
+    check(judge_software(fine | {"node2": software(engine="no engine")}, True), Level.REFUSED, "no engine")
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------------------------------------

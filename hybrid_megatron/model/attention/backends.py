@@ -22,7 +22,7 @@ _OF_SDPA = {
     "math": SDPBackend.MATH,
 }
 """In the order of auto."""
-BACKENDS = ("auto", *_OF_SDPA, "flex")
+BACKENDS = ("auto", *_OF_SDPA, "flex", "te")
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 """What cudnn and flash take; the others' fastest is efficient."""
 _TOKENS = 256  # of a trial
@@ -32,6 +32,10 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str) -> Tenso
     """softmax(scale * q k^T) v of queries that are the last ones of the keys' span; q [b, n, s, d], k, v [b, m, keys, d]."""
     if q.is_cuda and backend == "flex":
         return flex(q, k, v, window_blocks(q.shape[2], k.shape[2], k.shape[2], str(q.device)), scale)
+    if q.is_cuda and backend == "te":
+        from hybrid_megatron.model.attention import transformer_engine  # only where it is installed
+
+        return transformer_engine.causal(q, k, v, scale)
     square = q.shape[2] == k.shape[2]
     if not square and (not q.is_cuda or backend in ("auto", "cudnn")) and two_parts.takes(q, k, v):
         return two_parts.causal_in_two_parts(q, k, v, scale)
