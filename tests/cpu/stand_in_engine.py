@@ -52,6 +52,8 @@ class DotProductAttention(torch.nn.Module):
         """[s, b, heads, width] -> [s, b, heads * width]."""
         seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         assert self.square == (len(q) == len(k))
+        for x in (q, k, v):  # the real one goes wrong on other memory
+            assert x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, seen, scale=self.scale, enable_gqa=self.grouped).permute(2, 0, 1, 3).flatten(2)
 

@@ -74,8 +74,14 @@ def test_weights_add_their_own_gradients_but_those_put_in_order(tiny_data):
 
 @pytest.mark.parametrize("queries", [12, 5])
 def test_attention(queries):
+    """Of slices of one projection, sequence first, as layers have them; queries all tokens or the last ones."""
     from hybrid_megatron.model.attention.transformer_engine import causal
 
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, length, 8) for heads, length in ((4, queries), (2, 12), (2, 12)))
-    assert torch.allclose(causal(q, k, v, 0.3), backends.causal(q, k, v, 0.3, "auto"), atol=1e-6)
+    projected = torch.randn(12, 2, (4 + 2 + 2) * 8, requires_grad=True)
+    q, k, v = (x.unflatten(-1, (-1, 8)).permute(1, 2, 0, 3) for x in projected.split((32, 16, 16), dim=-1))
+    q, weights = q[:, :, -queries:], torch.randn(2, 4, queries, 8)
+    results = [attention(q, k, v, 0.3, *more) for attention, more in ((causal, ()), (backends.causal, ("auto",)))]
+    gradients = [torch.autograd.grad((o * weights).sum(), projected, retain_graph=True)[0] for o in results]
+    for ours, theirs in (results, gradients):
+        assert torch.allclose(ours, theirs, atol=1e-6)
