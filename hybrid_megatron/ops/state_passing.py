@@ -48,14 +48,15 @@ def recurrence_over_ranks(
 def pieces_of_a_chunk(recurrence: Recurrence, q: Tensor, layout: SequenceLayout) -> int:
     """Into how many it is cut: one, unless passes over states are cheap here. q [b, s, n, K]. With gradients or without, the same number,
     so that what a backward pass computes again comes out the same."""
-    pieces, chains = 1, q.shape[0] * len(layout.chunks) * q.shape[2]
     if not (recurrence.states_by_kernels and q.is_cuda):
         return 1
-    while (
-        2 * pieces * chains <= _SIDE_BY_SIDE
-        and layout.chunk_length >= 2 * pieces * _SHORTEST
-        and layout.chunk_length % (2 * pieces * KERNEL_CHUNK) == 0
-    ):
+    return pieces_side_by_side(q.shape[0] * len(layout.chunks) * q.shape[2], layout.chunk_length)
+
+
+def pieces_side_by_side(chains: int, length: int) -> int:
+    """Into how many each of so many heads of samples' chunks is cut, of `length` tokens, where passes over states are cheap."""
+    pieces = 1
+    while 2 * pieces * chains <= _SIDE_BY_SIDE and length >= 2 * pieces * _SHORTEST and length % (2 * pieces * KERNEL_CHUNK) == 0:
         pieces *= 2
     return pieces
 

@@ -201,15 +201,16 @@ def mlp_bytes(layout: Layout) -> int:
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
-    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), what context parallelism adds, and under sequence
-    parallelism the gathered input, h t e, for mixers that project it themselves."""
+    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), what context parallelism or pieces side by side add, and
+    under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
     model, tensor, tokens, element = layout.config.model, layout.config.parallel.tensor, layout.local_tokens, layout.element
     mixers = [(MIXERS[group.mixer], group) for group in layer.groups]
     whole = sum(mixer.whole_activation_bytes(model, group, tokens, element) for mixer, group in mixers)
     kept = sum(mixer.activation_bytes(model, group, tokens, element) for mixer, group in mixers)
     split = (kept - whole) // tensor
     gathered = layout.residual_share > 1 and any(mixer.takes_input for mixer, _ in mixers)
-    return split + whole + (_residual(layout) * layout.residual_share if gathered else 0) + _context(layout, layer)
+    passed_on = _context(layout, layer) + _pieces(layout, layer)
+    return split + whole + (_residual(layout) * layout.residual_share if gathered else 0) + passed_on
 
 
 def _context(layout: Layout, layer: Layer) -> int:
@@ -219,6 +220,14 @@ def _context(layout: Layout, layer: Layer) -> int:
     arguments = (config.train.context, config.parallel, layout.element)
     kept = sum(MIXERS[group.mixer].context_kept_bytes(config.model, group, *arguments) for group in layer.groups)
     return config.train.micro_batch * kept
+
+
+def _pieces(layout: Layout, layer: Layer) -> int:
+    config = layout.config
+    if config.parallel.context > 1:
+        return 0
+    arguments = (config.train.micro_batch, config.train.context, config.parallel.tensor)
+    return sum(MIXERS[group.mixer].pieces_kept_bytes(config.model, group, *arguments) for group in layer.groups)
 
 
 def _residual(layout: Layout) -> int:

@@ -12,6 +12,7 @@ from hybrid_megatron.config.schema import ParallelConfig, RunConfig
 from hybrid_megatron.model import mixer_layer
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.hybrid_model import build_model
+from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops.kernels import gated_norm, rotary, silu
 from hybrid_megatron.ops.row_copy import copy_rows
@@ -55,12 +56,12 @@ def state():
         yield state
 
 
-def build(state, name: str) -> tuple[RunConfig, torch.nn.Module, torch.Tensor]:
+def build(state, name: str, batch: int = BATCH, length: int = LENGTH) -> tuple[RunConfig, torch.nn.Module, torch.Tensor]:
     """A small model whose first layer has these mixers, and an input for that layer."""
     pattern, *overrides = LAYERS[name]
-    sizes = ["data.train=unused", "model.num_layers=4", "model.vocab_size=512", f"train.context={LENGTH}"]
+    sizes = ["data.train=unused", "model.num_layers=4", "model.vocab_size=512", f"train.context={length}"]
     config = load_recipe([f"776m+{pattern}+pretrain_4k", *sizes, *overrides])
-    hidden = torch.randn(LENGTH, BATCH, config.model.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(length, batch, config.model.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     return config, build_model(config, plan_layers(config), state), hidden
 
 
@@ -74,6 +75,19 @@ def test_kept_for_the_backward_pass(state, name):
     weight = mixing.order.computed_rows(1) * config.model.hidden_size * 2  # of the input projection, in block order
     expected = weight + BATCH * sum(account(config, plan).activation_bytes.values())
     print(f"{name}: kept {found:,} bytes, accounts {expected:,}, {found / expected:.4f}")
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["gla", "gdn", "kda", "lightning", "mamba2", "rwkv7"])
+def test_kept_of_a_sample_in_pieces(state, name):
+    """Four of 2,048 tokens; rwkv7's sample is not cut."""
+    config, model, hidden = build(state, name, batch=1, length=8192)
+    mixing = model.decoder.layers[0].self_attention
+    mixer, group = MIXERS[name], plan_layers(config).layers[0].groups[0]
+    found = bytes_kept(mixing, hidden, SequenceLayout(8192), model)
+    more = mixer.pieces_kept_bytes(config.model, group, 1, 8192, 1)
+    expected = mixing.order.computed_rows(1) * config.model.hidden_size * 2 + mixer.activation_bytes(config.model, group, 8192, 2) + more
+    print(f"{name}: kept {found:,} bytes, accounts {expected:,}, {more:,} of them by pieces, {found / expected:.4f}")
     assert found == pytest.approx(expected, rel=0.02)
 
 

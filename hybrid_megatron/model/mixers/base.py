@@ -135,6 +135,12 @@ class Mixer(MegatronModule):
         return cls.context_bytes(model, group, context, parallel, element)
 
     @classmethod
+    def pieces_kept_bytes(cls, model: ModelConfig, group: HeadGroup, samples: int, context: int, tensor: int) -> int:
+        """What a rank that has whole samples keeps beyond its share of `activation_bytes` where it takes them in pieces side by side, for
+        `samples` of `context` tokens over `tensor` ranks."""
+        return 0
+
+    @classmethod
     def num_params(cls, model: ModelConfig, group: HeadGroup) -> int:
         """Parameters of the group: its part of the projections, and inner ones."""
         return cls._projected(model, group) * model.hidden_size + cls.inner_params(model, group)

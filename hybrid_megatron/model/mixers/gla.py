@@ -41,6 +41,10 @@ class GLA(LinearMixer):
         """What the bias is added to; in float32 the gates and FLA's scores within chunks of 64 tokens."""
         return element * model.head_dim + 4 * (model.head_dim + 64)
 
+    @classmethod
+    def gates_kept_as_sums(cls, model: ModelConfig) -> int:
+        return model.head_dim
+
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:
         return 1

@@ -17,6 +17,7 @@ from hybrid_megatron.ops.gated_norm import GATES, gated_norm
 from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.short_convolution import short_convolution
 from hybrid_megatron.ops.silu import silu, unit_silu
+from hybrid_megatron.ops.state_passing import pieces_side_by_side
 from hybrid_megatron.parallel import SequenceLayout
 from hybrid_megatron.parallel.halo import busiest_halo
 
@@ -157,14 +158,28 @@ class LinearMixer(RecurrentMixer):
 
     @classmethod
     def context_kept_bytes(cls, model: ModelConfig, group: HeadGroup, context: int, parallel: ParallelConfig, element: int) -> int:
-        """With states: also, of the two chunks at hand, their summaries and the states they start from, and gates of which otherwise only
-        sums are kept: one number a head and token at most."""
+        """With states: also, of the two chunks at hand, what passing them keeps."""
         received = cls.context_bytes(model, group, context, parallel, element)
         if parallel.context == 1 or parallel.context_linear != "states":
             return received
-        width, heads, tokens = model.head_dim, group.heads // parallel.tensor, context // parallel.context
-        states = 2 * width * (2 * width + cls.transition_columns(model))
-        return received + heads * (tokens * 4 * min(cls.gate_elements(model), 1) + states * STATE_BYTES)
+        return received + group.heads // parallel.tensor * cls._passing_bytes(model, context // parallel.context, 2)
+
+    @classmethod
+    def pieces_kept_bytes(cls, model: ModelConfig, group: HeadGroup, samples: int, context: int, tensor: int) -> int:
+        heads = group.heads // tensor
+        pieces = pieces_side_by_side(samples * heads, context)
+        return samples * heads * cls._passing_bytes(model, context, pieces) if pieces > 1 else 0
+
+    @classmethod
+    def _passing_bytes(cls, model: ModelConfig, tokens: int, pieces: int) -> int:
+        """Of one head: of each piece its summary and the state it starts from, and gates of which the kernel keeps sums alone."""
+        states = model.head_dim * (2 * model.head_dim + cls.transition_columns(model))
+        return tokens * 4 * cls.gates_kept_as_sums(model) + pieces * states * STATE_BYTES
+
+    @classmethod
+    def gates_kept_as_sums(cls, model: ModelConfig) -> int:
+        """Of `gate_elements`, those whose sums the kernel keeps instead of them."""
+        return min(cls.gate_elements(model), 1)
 
     @classmethod
     def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:
