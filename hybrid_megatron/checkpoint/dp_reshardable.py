@@ -4,17 +4,23 @@ A buffer of parameters is cut into equal shares over the data (and context) rank
 but the padding between parameters: a bfloat16 model with few float32 decays has a small buffer of them, in which each starts at a
 multiple of 64 elements. megatron-core asserts that there is no such share. It also leaves padding as it was allocated: what happened to
 lie in memory would be written out, and two checkpoints of one state would differ.
+
+And it writes a tensor for each bucket that gradients are reduced in, so that a run with other buckets, as another number of ranks has,
+could not resume. Buckets lie in a buffer without a gap (training/buckets.py): here a checkpoint has one tensor for the buffer.
 """
 
 import torch
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def mend_dp_reshardable(optimizer: DistributedOptimizer) -> None:
-    """Let every share be saved and loaded, and all padding be zero."""
+    """Let every share be saved and loaded, all padding be zero, and a checkpoint not depend on the buckets."""
+    for sizes in (optimizer.per_bucket_numel, optimizer.per_bucket_numel_unpadded):  # written, and compared when read
+        sizes[:] = [{dtype: [sum(buckets)] for dtype, buckets in of_buffer.items()} for of_buffer in sizes]
     plain_state = optimizer.get_parameter_state_dp_reshardable
     plain_shards = optimizer.sharded_param_state_dp_reshardable
 
@@ -31,8 +37,10 @@ def mend_dp_reshardable(optimizer: DistributedOptimizer) -> None:
         held = plain_shards(*arguments, **named)
         for number, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype in ranges:
-                for part in (part for parameters in held[number][dtype] for part in parameters):
-                    _zero_padding(part)
+                for bucket, parameters in enumerate(held[number][dtype]):
+                    for part in parameters:
+                        _zero_padding(part)
+                        _place_in_buffer(part, optimizer.buffers[number], bucket)
         return held
 
     optimizer.get_parameter_state_dp_reshardable = state
@@ -54,3 +62,12 @@ def _zero_padding(part: dict) -> None:
         for shard in nested_values(part):
             if isinstance(shard, ShardedTensor):
                 shard.data.zero_()
+
+
+def _place_in_buffer(part: dict, buffer: _ParamAndGradBuffer, bucket: int) -> None:
+    """As if the buffer were one bucket."""
+    for shard in nested_values(part):
+        if isinstance(shard, ShardedTensor):
+            shard.key = shard.key.replace(f".bucket_idx_{bucket}.", ".bucket_idx_0.")
+            shard.global_shape = (buffer.numel_unpadded,)
+            shard.global_offset = (shard.global_offset[0] + buffer.buckets[bucket].offset,)

@@ -86,13 +86,18 @@ def sharding_metadata(dp_cp_group: ProcessGroup, optimizer: str = "fully_reshard
     }
 
 
-def ddp_config() -> DistributedDataParallelConfig:
-    """Gradients are reduced in float32, each rank keeping the optimizer state of its share."""
+def ddp_config(ranks: int) -> DistributedDataParallelConfig:
+    """Gradients are reduced in float32 over `ranks` of data times context, each keeping the optimizer state of its share.
+
+    They are reduced during the last micro-batch's backward pass, bucket by bucket (training/buckets.py), as soon as it has made a bucket's
+    gradients; `bucket_size`, in elements, is megatron-core's default.
+    """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=ranks > 1,
         overlap_param_gather=False,
+        bucket_size=max(40_000_000, 1_000_000 * ranks) if ranks > 1 else None,
         check_for_nan_in_grad=False,  # training/step.py checks loss and gradient norm, and says so without a traceback
     )
 

@@ -11,6 +11,7 @@ from hybrid_megatron.data import BatchStream, Dataset
 from hybrid_megatron.model.hybrid_model import HybridModel, build_chunks
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel import ParallelState
+from hybrid_megatron.training.buckets import bucketed_layout
 from hybrid_megatron.training.optimizer import build_optimizer
 from hybrid_megatron.training.weight_gradients import add_weight_gradients_by_matmul
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -39,7 +40,7 @@ def build_trainer(
     """
     chunks = build_chunks(config, plan_layers(config), state)
     origin = None if init_from is None else load_weights(init_from, chunks, state)  # before the optimizer copies them to its masters
-    model = reduced(chunks, ddp_config())
+    model = reduced(chunks, ddp_config(state.groups.dp_cp.size()), state)
     optimizer = build_optimizer(config, model)
 
     def stream(data: Dataset | None) -> BatchStream | None:
@@ -50,10 +51,12 @@ def build_trainer(
     return Trainer(config, state, model, optimizer, stream(train_data), stream(valid_data), origin)
 
 
-def reduced(chunks: list[HybridModel], ddp: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+def reduced(chunks: list[HybridModel], ddp: DistributedDataParallelConfig, state: ParallelState) -> list[DistributedDataParallel]:
     """The chunks, wrapped so that the pipeline schedule leaves their gradients reduced."""
     config = chunks[0].config  # one for all chunks; the schedule asks it for the functions below
-    model = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    ranks = state.groups.dp_cp.size()
+    layouts = [bucketed_layout(chunk, ranks, ddp) if ddp.use_distributed_optimizer else None for chunk in chunks]
+    model = [DistributedDataParallel(config, ddp, chunk, full_param_layout=layout) for chunk, layout in zip(chunks, layouts)]
     add_weight_gradients_by_matmul(model)
     config.finalize_model_grads_func = sum_gradients
     config.no_sync_func = model[0].no_sync if len(model) == 1 else [chunk.no_sync for chunk in model]

@@ -46,7 +46,7 @@ def losses_and_gradients(words: list[str], at_step: int = 0) -> tuple[Losses, li
     data = open_dataset(config, "train")
     with start(config.parallel, config.seed) as state:
         chunks = build_chunks(config, plan_layers(config), state)
-        wrapped = reduced(chunks, dataclasses.replace(ddp_config(), use_distributed_optimizer=False))
+        wrapped = reduced(chunks, dataclasses.replace(ddp_config(state.groups.dp_cp.size()), use_distributed_optimizer=False), state)
         stream = BatchStream(data, state, plan=config.batch_plan, micro_batch=config.train.micro_batch, seed=config.seed)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
