@@ -55,12 +55,12 @@ def test_one_rank_has_nothing_to_reduce():
 
 # Models in whose graphs ranks could differ: of every mixer, and documents that end at other places on each rank.
 ORDERS = [
-    ("context 2", MIXED["all mixers, HH"], []),
     ("context 2, data 2", MIXED["all options, HH"], ["data.document_mask=true"]),
     ("pipeline 2 x virtual 2, data 2", MIXED["all mixers, LH"], []),
     ("tensor 2 + sequence, data 2", MIXED["all mixers, HH"], ["train.recompute=full"]),
 ]
 ORDERS_MORE = [
+    ("context 2", MIXED["all mixers, HH"], []),
     *(("context 2", model, ["data.document_mask=true"]) for model in MATRIX.values()),
     *(("context 4", model, ["train.recompute=selective"]) for model in MIXED.values()),
 ]
@@ -81,9 +81,9 @@ SAME = [
     ("data 2", "LH, bf16", []),
     ("context 2", "odd sizes", []),
     ("pipeline 2 x virtual 2, data 2", "LH, bf16", [*longce(), *WIDE]),
-    ("tensor 2 + sequence, data 2", "half HH, bf16", ["train.recompute=full"]),
 ]
 SAME_MORE = [
+    ("tensor 2 + sequence, data 2", "half HH, bf16", ["train.recompute=full"]),
     ("data 2", "odd sizes", longce()),
     ("data 2", "rwkv7, bf16", ["train.recompute=selective"]),
     ("data 2", "one GDN, bf16", ["train.micro_batch=4"]),
