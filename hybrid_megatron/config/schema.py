@@ -120,7 +120,7 @@ class RWKV7Config:
 @dataclass
 class KernelsConfig:
     """What computes on CUDA where no tokens are mixed; losses are the same but for rounding, and so are parameters and checkpoints. te is
-    Transformer Engine, which must be installed (pip install -e .[te]). A CPU has torch alone."""
+    Transformer Engine, which must be installed (README). On a CPU torch computes whatever is asked for."""
 
     linear: str = "torch"
     """Products of the mixers' and the SwiGLU blocks' projections: torch (cuBLAS) or te. The output layer's are part of the loss."""

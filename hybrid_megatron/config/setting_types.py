@@ -92,6 +92,8 @@ def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> s
     if near:
         return f"; did you mean {f'{section}.{near[0]}'.lstrip('.')}?"
     elsewhere = [] if section.endswith("]") else _paths_of(word, schema)  # an entry of a list has its own keys alone
+    if section.startswith("model."):  # nor does another mixer's setting do anything for this one
+        elsewhere = [path for path in elsewhere if not (path.startswith("model.") and path.count(".") > 1)]
     return f"; did you mean {elsewhere[0]}?" if elsewhere else (f"; {section} has {', '.join(known)}" if section else "")
 
 

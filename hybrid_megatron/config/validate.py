@@ -129,7 +129,8 @@ def layer_problems(config: RunConfig, plan: LayerPlan) -> Iterator[str]:
     units = {str(layer): UnitOrder(config.model, layer.groups).units for layer in found}
     if any(count % parallel.tensor for count in units.values()):
         said = ", ".join(f"{count} in layers of {layer}" for layer, count in units.items())
-        sizes = [size for size in range(1, min(units.values()) + 1) if all(count % size == 0 for count in units.values())]
+        whole = (*units.values(), config.model.ffn_size, config.model.vocab_size)
+        sizes = [size for size in range(1, min(units.values()) + 1) if all(count % size == 0 for count in whole)]
         yield (
             f"parallel.tensor={parallel.tensor}: it must divide the units of heads that may not be cut, {said}; "
             f"use one of {', '.join(map(str, sizes))}"

@@ -45,20 +45,25 @@ def check_kernels(config: RunConfig, plan: LayerPlan) -> None:
             raise RunError(problem)
 
 
-def transformer_engine_problem(config: RunConfig) -> str | None:
-    """Why it does not serve here, in one sentence, where the recipe asks for it."""
+def asked_of_transformer_engine(config: RunConfig) -> str:
+    """The settings that name it, as overrides; empty if none does."""
     kernels = config.model.kernels
     settings = {
         "model.attention.backend": config.model.attention.backend,
         "model.kernels.linear": kernels.linear,
         "model.kernels.norm": kernels.norm,
     }
-    asked = [f"{key}={value}" for key, value in settings.items() if value == "te"]
+    return ", ".join(f"{key}={value}" for key, value in settings.items() if value == "te")
+
+
+def transformer_engine_problem(config: RunConfig) -> str | None:
+    """Why it does not serve here, in one sentence, where the recipe asks for it."""
+    asked = asked_of_transformer_engine(config)
     if not asked or not (problem := platform.transformer_engine_problem()):
         return None
     return (
-        f"{', '.join(asked)}: {problem}; install Transformer Engine (pip install --no-build-isolation -c constraints.txt -e '.[te]', where "
-        "CUDA's compiler is), or leave the settings out"
+        f"{asked}: {problem}; install Transformer Engine (pip install --no-build-isolation -c constraints.txt -e '.[te]', where CUDA's "
+        "compiler is), or leave the settings out"
     )
 
 

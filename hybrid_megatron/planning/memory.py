@@ -201,8 +201,8 @@ def mlp_bytes(layout: Layout) -> int:
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
-    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), what context parallelism or pieces side by side add, and
-    under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
+    """The mixers' own `activation_bytes` / T (what tensor ranks keep whole: whole), what context parallelism or pieces side by side
+    add, and under sequence parallelism the gathered input, h t e, for mixers that project it themselves."""
     model, tensor, tokens, element = layout.config.model, layout.config.parallel.tensor, layout.local_tokens, layout.element
     mixers = [(MIXERS[group.mixer], group) for group in layer.groups]
     whole = sum(mixer.whole_activation_bytes(model, group, tokens, element) for mixer, group in mixers)

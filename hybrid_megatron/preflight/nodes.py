@@ -12,7 +12,7 @@ from hybrid_megatron.checkpoint.store import CheckpointStore
 from hybrid_megatron.config.megatron import parameter_dtype
 from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.model.accounting import account
-from hybrid_megatron.model.kernels import transformer_engine_problem
+from hybrid_megatron.model.kernels import asked_of_transformer_engine, transformer_engine_problem
 from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import LayerPlan, plan_layers
 from hybrid_megatron.planning.layout import Layout
@@ -54,6 +54,8 @@ def look_at_nodes(words: list[str], config: RunConfig, exchange: Exchange, job: 
     if all(device.is_cuda for device in devices):
         findings += judge_memory(job, devices, peak_memory(Layout(config, plan, job.size)))
     findings += judge_software({node: each.software for node, each in facts.items()}, cuda)
+    if not cuda and (asked := asked_of_transformer_engine(config)):
+        findings.append(Finding("Transformer Engine", Level.UNKNOWN, f"{asked}: whether it can be imported shows where there are GPUs"))
     findings += judge_folders({node: each.folders for node, each in facts.items()}, cuda)
     for setting in first.files:
         findings += judge_files(setting, {node: each.files[setting] for node, each in facts.items()})

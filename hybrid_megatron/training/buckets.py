@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout, bucket_end_divisor, pad_param_start
+from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout, bucket_end_divisor
 
 
 def bucketed_layout(chunk: nn.Module, ranks: int, ddp: DistributedDataParallelConfig) -> FullParamLayout:

@@ -100,6 +100,7 @@ LOADING = {
     "unknown key": (["model.num_layer=3"], "override model.num_layer=3: model.num_layer is not a setting; did you mean model.num_layers?"),
     "unknown section": (["optimiser.eps=3"], "override optimiser.eps=3: optimiser is not a setting; did you mean optimizer?"),
     "key of another section": (["model.peak_lr=3"], "did you mean optimizer.peak_lr?"),
+    "key of another mixer": (["model.mamba2.allow_neg_eigval=true"], "model.mamba2.allow_neg_eigval is not a setting; model.mamba2 has "),
     "key with a reason": (
         ["model.rwkv7.value_residual=true"],
         "model.rwkv7.value_residual is not a setting: RWKV-7's would tie v of every layer to that of the first, and a layer of a hybrid "
@@ -231,6 +232,12 @@ RULES = {
     "attention backend": (
         ["model.attention.backend=triton"],
         ["model.attention.backend=triton: it must be one of auto, cudnn, flash, efficient, math, flex"],
+    ),
+    "linear layers": (["model.kernels.linear=cublas"], ["model.kernels.linear=cublas: it must be one of torch, te"]),
+    "norms": (["model.kernels.norm=torch"], ["model.kernels.norm=torch: it must be one of triton, te"]),
+    "wide heads": (
+        ["model.head_dim=264"],
+        ["model.head_dim=264: flash-linear-attention's kernels of gdn take heads of up to 256 channels; take more heads that are narrower"],
     ),
     "precision": (["train.precision=fp16"], ["train.precision=fp16: it must be one of bf16, fp32"]),
     "world": (["parallel.context=2"], ["parallel: tensor * context * pipeline = 1 * 2 * 1 = 2 must divide the 1 process of this run"]),

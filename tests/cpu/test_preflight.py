@@ -54,15 +54,17 @@ def test_all_is_fine(ranks, words, tmp_path, size, per_node):
 
 
 def test_a_login_node_examines_a_recipe_for_as_many_processes_as_it_needs(tiny_data, tmp_path):
-    """Without torchrun a layout of two ranks is no mistake."""
-    words = tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "parallel.tensor=2")
+    """Without torchrun a layout of two ranks is no mistake; what only a GPU node can tell is named."""
+    words = tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}", "parallel.tensor=2", "model.kernels.norm=te")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() - environment.keys():
             patch.delenv(name)
         patch.setenv("RANK", "0")  # which the command inside a rank asks for
         said = preflight_cells.command(words)
-    assert said.code == 0 and any("torch sees none here" in line for line in said.lines("unexamined")), said
+    assert said.code == 0, said
+    for expected in ("torch sees none here", "Transformer Engine: model.kernels.norm=te: "):
+        assert any(expected in line for line in said.lines("unexamined")), said
 
 
 def test_a_slow_gpu_makes_its_node_bad(ranks, words, verdict_files):

@@ -21,6 +21,7 @@ class GDN(LinearMixer):
 
     default_position = "nope"
     activates = unit_length = True
+    widest_head = 256
     _state_products = 3  # k S too
 
     @staticmethod

@@ -24,6 +24,7 @@ class KDA(LinearMixer):
 
     default_position = "nope"
     activates = unit_length = True
+    widest_head = 256
     positions_within_documents = True  # the two channels that RoPE turns together have gates of their own
     _state_products = 3  # k S too
 

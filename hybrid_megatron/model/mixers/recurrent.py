@@ -16,10 +16,17 @@ class RecurrentMixer(Mixer):
     """Each head has a state, which context ranks pass on by summaries of their tokens, or keep where all tokens of the head are."""
 
     needs_fla = True
+    widest_head: int | None = None
+    """The head_dim up to which there are kernels; None: whatever fits."""
 
     @classmethod
     def check(cls, model: ModelConfig, group: HeadGroup, parallel: ParallelConfig, context: int) -> list[str]:
         problems, window = super().check(model, group, parallel, context), group.inference.swla_window
+        if cls.widest_head is not None and model.head_dim > cls.widest_head:
+            problems.append(
+                f"model.head_dim={model.head_dim}: flash-linear-attention's kernels of {group.mixer} take heads of up to {cls.widest_head} "
+                "channels; take more heads that are narrower"
+            )
         if parallel.context > 1 and parallel.context_linear == "all_to_all":
             problems += all_to_all_problems("context_linear", str(group), group.heads, parallel, "states")
         elif parallel.context > 1 and window is not None:

@@ -51,6 +51,7 @@ class RWKV7(RecurrentMixer):
     """
 
     default_position = "nope"
+    widest_head = 256
     takes_input = True
 
     # --- what is known without building it -------------------------------------------------------------------------------------
