@@ -18,20 +18,21 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 class _Linear(te.Linear):
     """Built and called as megatron-core's parallel linear layers, which have no biases here."""
 
-    def __init__(self, input_size: int, output_size: int, split: int, config: TransformerConfig, tp_group: ProcessGroup):
+    split: int
+    """The dimension of the weight that tensor ranks share."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group: ProcessGroup, **_of_megatron):
         super().__init__(
             input_size,
             output_size,
             bias=False,
             sequence_parallel=config.sequence_parallel,
             tp_group=tp_group,
-            parallel_mode=("column", "row")[split],
+            parallel_mode=("column", "row")[self.split],
             params_dtype=config.params_dtype,
             init_method=_leave_to_initialize,
             device=platform.device(),
         )
-        self.split = split
-        """The dimension of the weight that tensor ranks share."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return super().forward(x), None
@@ -59,13 +60,11 @@ class _Linear(te.Linear):
 
 
 class Column(_Linear):
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group: ProcessGroup, **_of_megatron):
-        super().__init__(input_size, output_size, 0, config, tp_group)
+    split = 0
 
 
 class Row(_Linear):
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group: ProcessGroup, **_of_megatron):
-        super().__init__(input_size, output_size, 1, config, tp_group)
+    split = 1
 
 
 class InputProjection(Column):

@@ -336,7 +336,7 @@ def test_all_differences_are_said_at_once(ranks, half_run, tiny_data):
 def test_what_may_change_does(ranks, half_run):
     run, words = half_run
     changes = ["train.micro_batch=1", "train.recompute=full", "checkpoint.keep_last=1", "validation.samples=3", "tracking.log_interval=1"]
-    changes += ["model.attention.backend=flash"]
+    changes += ["model.attention.backend=flash", "model.kernels.linear=te", "model.kernels.norm=te"]
     ended = train(ranks, 2, [*words, *changes])
     assert ended.code == 0 and checkpoints(run) == ["step_00000012"]
 

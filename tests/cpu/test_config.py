@@ -261,6 +261,12 @@ def test_broken_rule(recipe, case):
         assert line.startswith(sentence)
 
 
+def test_a_tensor_size_that_is_named_is_possible():
+    """776m has 12 units and an FFN of 4,864, which 3, 6 and 12 do not divide."""
+    found = problems(["776m+kda_nope_lh+pretrain_4k", "data.train=unset", "parallel.tensor=8"])
+    assert any(sentence.endswith("; use one of 1, 2, 4") for sentence in found), found
+
+
 TWO_PROCESSES = {
     "chunks that do not divide the layers": (
         ["parallel.pipeline=2", "parallel.virtual_pipeline=3"],

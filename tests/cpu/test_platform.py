@@ -370,3 +370,12 @@ def test_visible_devices(monkeypatch, named, count, seen):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert platform.visible_devices() == seen
+
+
+@pytest.mark.parametrize("processes, share", [(None, 6), ("1", 6), ("2", 3), ("4", 1), ("8", 1)])
+def test_cores_are_shared_with_the_processes_of_the_node(monkeypatch, processes, share):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert platform.cores() == share
