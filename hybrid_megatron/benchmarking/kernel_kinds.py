@@ -32,7 +32,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (
         "linear mixers",
         r"^chunk_|^fused_recurrent|^fused_chunk|^parallel_simple_gla|recompute_w_u|prepare_wy|solve_tril|merge_16x16|gdn_gate"
-        r"|fused_beta|causal_conv1d|^wu_fwd|_kda_|^kda_|linear_attn|^_gates",
+        r"|fused_beta|causal_conv1d|^wu_fwd|_kda_|^kda_|linear_attn|^_gates|^_gla_",
     ),
     (
         "matrix products",

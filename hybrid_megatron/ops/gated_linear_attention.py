@@ -30,6 +30,9 @@ class GatedLinearAttention(Recurrence):
             return chunked(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
         from fla.ops.gla import chunk_gla
 
+        from hybrid_megatron.ops.fla_backend import register_own_kernels
+
+        register_own_kernels()
         return over_documents(partial(chunk_gla, scale=scale, output_final_state=True), inputs, initial_state, document_starts)
 
     def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):

@@ -1,8 +1,10 @@
 """AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101) under megatron-core's distributed optimizer."""
 
+from collections.abc import Callable
+
 import torch
 
-import hybrid_megatron.platform  # noqa: F401  before megatron.core
+from hybrid_megatron import platform  # before megatron.core
 import megatron.core.optimizer as megatron_optimizer
 from hybrid_megatron.checkpoint.dp_reshardable import mend_dp_reshardable
 from hybrid_megatron.config.megatron import optimizer_config
@@ -20,7 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """One fused kernel a parameter group, on CPU and CUDA, keeping its state as megatron-core's distributed optimizer expects it.
+    """One fused kernel a parameter group, torch's on a CPU and our own on CUDA, whose memory it uses half as well again, keeping its state
+    as megatron-core's distributed optimizer expects it.
 
     megatron-core is written against Apex's and TE's FusedAdam: the step count lives in the parameter group and a parameter's state is
     exp_avg and exp_avg_sq alone. With torch's own AdamW it cannot resume (it puts one step tensor into all parameters, each of which then
@@ -28,17 +31,21 @@ class FusedAdamW(torch.optim.Optimizer):
     """
 
     divisor: float | None = None
-    """What the next step, and it alone, divides gradients by as it reads them. The kernel writes them back divided."""
+    """What the next step, and it alone, divides gradients by as it reads them. On a CPU the kernel writes them back divided."""
 
     def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode=True, capturable=False):
         assert adam_w_mode and not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        """Where, on CUDA, a step writes parameters in bfloat16 too."""
+        self._updates: dict[int, Callable] = {}
+        """Of each group, on CUDA."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         assert closure is None
         divisor, self.divisor = self.divisor, None
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             group["step"] = int(group.get("step", 0)) + 1
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -46,25 +53,37 @@ class FusedAdamW(torch.optim.Optimizer):
             for p in params:
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            device = params[0].device
-            step = torch.full((), float(group["step"]), device=device)  # torch.tensor would wait for the device
-            torch._fused_adamw_(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                [step] * len(params),
-                lr=float(group["lr"]),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                grad_scale=None if divisor is None else torch.full((), divisor, device=device),
-                found_inf=None,
-            )
+            moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
+            (self._by_kernel if params[0].is_cuda else _by_torch)(number, group, params, [p.grad for p in params], *moments, divisor)
+
+    def _by_kernel(self, number: int, group: dict, params, gradients, firsts, seconds, divisor: float | None) -> None:
+        if number not in self._updates:
+            from hybrid_megatron.ops.kernels.adamw import AdamWUpdate  # Triton exists on Linux only
+
+            self._updates[number] = AdamWUpdate()
+        hyperparameters = {name: group[name] for name in ("lr", "weight_decay", "betas", "eps", "step")}
+        copies = [self.copies.get(p) for p in params]
+        self._updates[number](params, gradients, firsts, seconds, copies, **hyperparameters, divisor=divisor or 1.0)
+
+
+def _by_torch(_: int, group: dict, params, gradients, firsts, seconds, divisor: float | None) -> None:
+    torch._fused_adamw_(
+        params,
+        gradients,
+        firsts,
+        seconds,
+        [],
+        [torch.full((), float(group["step"]))] * len(params),
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if divisor is None else torch.full((), divisor),
+        found_inf=None,
+    )
 
 
 def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -81,6 +100,8 @@ def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> 
         _find_states_where_they_are(part)
         mend_dp_reshardable(part)
         _begin_states(part)
+        if platform.is_cuda():
+            _copy_with_the_update(part)
     return optimizer
 
 
@@ -102,6 +123,19 @@ def _find_states_where_they_are(optimizer: DistributedOptimizer) -> None:
         for group, (float32, bfloat16) in enumerate(zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True))
         for place, parameter in enumerate([*float32, *bfloat16])
     }
+
+
+def _copy_with_the_update(optimizer: DistributedOptimizer) -> None:
+    """The kernel that updates float32 masters writes this rank's parts of the bfloat16 parameters, in place of megatron-core's copies."""
+    if optimizer.is_stub_optimizer:
+        return
+    for masters, parameters in zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True):
+        for master, parameter in zip(masters, parameters, strict=True):
+            buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
+            part = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            optimizer.optimizer.copies[master] = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[part.start : part.end]
+    # Parameters in float32 are their own masters.
+    optimizer._copy_main_params_to_model_params = lambda: None
 
 
 def set_hyperparameters(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

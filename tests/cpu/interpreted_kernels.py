@@ -14,6 +14,7 @@ from hybrid_megatron.ops.gated_norm import GATES
 from hybrid_megatron.ops.kernels import cross_entropy as cross_entropy_kernels
 from hybrid_megatron.ops.kernels import gated_delta_gates as gated_delta_gates_kernels
 from hybrid_megatron.ops.kernels import gated_norm as gated_norm_kernels
+from hybrid_megatron.ops.kernels import gla_scores as gla_scores_kernels
 from hybrid_megatron.ops.kernels import head_rows
 from hybrid_megatron.ops.kernels import rms_norm as rms_norm_kernels
 from hybrid_megatron.ops.kernels import rotary as rotary_kernel
@@ -23,6 +24,7 @@ from hybrid_megatron.ops.kernels import rwkv7_output as rwkv7_output_kernels
 from hybrid_megatron.ops.kernels import silu as silu_kernels
 from hybrid_megatron.ops.kernels import swiglu as swiglu_kernels
 from hybrid_megatron.ops.kernels import token_shift as token_shift_kernels
+from tests import adamw_case
 from tests.definitions import relative_error
 
 
@@ -86,6 +88,39 @@ def rms_norm(rows: int, width: int) -> dict[str, float]:
         "input": relative_error(of_x, exact.grad),
         "input and more": relative_error(with_more, exact.grad + more),
         "weight": relative_error(of_weight, exact_weight.grad),
+    }
+
+
+def gla_scores(lengths: list[int], width: int, chunk: int, strongest: float) -> dict[str, float]:
+    """One sample of `lengths[0]` tokens twice, or sequences of these lengths; every fifth channel's gates are `strongest` at times."""
+    random = torch.Generator().manual_seed(12)
+    batch, heads, length = (2 if len(lengths) == 1 else 1), 2, sum(lengths)
+    q, k, g = (torch.randn(batch, length, heads, width, generator=random) for _ in range(3))
+    g = F.logsigmoid(g)
+    rare = (torch.rand(batch, length, heads, 1, generator=random) < 0.2) & (torch.arange(width) % 5 == 3)
+    g = torch.where(rare, strongest, g).float()
+    borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    places = [[i, j] for i, n in enumerate(lengths) for j in range(-(-n // chunk))]
+    sequences = (borders, chunk, torch.tensor(places)) if len(lengths) > 1 else (None, chunk, None)
+    exact_q, exact_k = (x.double().requires_grad_() for x in (q, k))
+    sums, expected = torch.zeros_like(g), torch.zeros(batch, length, heads, chunk, dtype=torch.float64)
+    for i, j in places:
+        rows = slice(int(borders[i]) + j * chunk, min(int(borders[i]) + (j + 1) * chunk, int(borders[i + 1])))
+        exact = g[:, rows].double().cumsum(1) / torch.tensor(2.0, dtype=torch.float64).log()
+        sums[:, rows], tokens = exact.float(), exact.shape[1]
+        exact = sums[:, rows].double()  # what the kernels get
+        between = (exact[:, :, None] - exact[:, None]).clamp(max=0).exp2()  # [b, i, j, n, K]
+        found = torch.einsum("bink,bjnk,bijnk->binj", exact_q[:, rows], exact_k[:, rows], between) * 0.3
+        seen = torch.ones(tokens, tokens).tril()[None, :, None]
+        expected[:, rows] = F.pad(found * seen, (0, chunk - tokens))
+    grad = torch.randn(expected.shape, generator=random)
+    expected.backward(grad.double())
+    found = gla_scores_kernels.scores(q, k, sums, 0.3, *sequences)
+    of_q, of_k = gla_scores_kernels.gradients(q, k, sums, grad * 0.3, *sequences)
+    return {
+        "scores": relative_error(found, expected.detach()),
+        "queries": relative_error(of_q, exact_q.grad),
+        "keys": relative_error(of_k, exact_k.grad),
     }
 
 
@@ -312,4 +347,10 @@ if __name__ == "__main__":
             for chunks in (1, 2)
             for documents in (False, True)
         }
+    for lengths, width, chunk, strongest in (
+        ([70], 40, 64, -0.1), ([64], 64, 64, -300.0), ([5, 1, 64, 83], 24, 64, -5.0), ([40], 33, 16, -1e4)
+    ):  # fmt: skip
+        found[f"scores of gla, {lengths} tokens of {width} in {chunk}, {strongest}"] = gla_scores(lengths, width, chunk, strongest)
+    for offset, copied in ((0, False), (0, True), (1, True)):
+        found[f"adamw, bfloat16 copies {copied}, from element {offset}"] = adamw_case.errors("cpu", [64, 2048, 4097, 1, 30], offset, copied)
     print(json.dumps(found))

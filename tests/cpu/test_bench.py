@@ -303,6 +303,8 @@ def test_profile_of_real_work():
         ("_rms_norm_gradients", "norms and elementwise"),
         ("_norm_gated_gradients", "norms and elementwise"),
         ("_gates_gradients", "linear mixers"),
+        ("_gla_scores_gradients", "linear mixers"),
+        ("_adamw_update", "optimizer"),
         ("_rwkv7_inputs_gradients", "norms and elementwise"),
         ("_rwkv7_output", "norms and elementwise"),
         ("_token_shift_gradients", "norms and elementwise"),

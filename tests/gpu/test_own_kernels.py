@@ -23,6 +23,7 @@ from hybrid_megatron.ops.rwkv7_output import finished
 from hybrid_megatron.ops.silu import silu, unit_silu
 from hybrid_megatron.ops.swiglu import swiglu
 from hybrid_megatron.parallel import SequenceLayout
+from tests import adamw_case
 from tests.definitions import relative_error
 
 BOUNDS = {torch.bfloat16: 4e-3, torch.float32: 2e-6}
@@ -291,3 +292,12 @@ def test_sum_of_weight_gradients():
     expected = total.double() + grad.double().t() @ inputs.double()
     add_matmul_(total, grad.t(), inputs)
     assert relative_error(total, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("sizes, offset", [([64, 2048, 4097, 1, 30], 0), ([64, 2048, 4097, 1, 30], 1), ([4096, 1 << 22, 1536], 0)])
+def test_adamw(sizes, offset, copied):
+    """Copies are the values' roundings; where an address is no multiple of 16 bytes too."""
+    found = adamw_case.errors("cuda", sizes, offset, copied)
+    assert found.pop("copies", 0.0) == 0
+    assert max(found.values()) <= 1e-6, found

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = 4096  # of the gradient
+_BLOCK_OF_SUMS = 2048
 _LOWEST = tl.constexpr(-3.0e38)  # finite: the difference of two of them is 0
 
 
@@ -53,7 +54,7 @@ def row_sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """logits [t, words] float32, contiguous; targets [t] int64. Returns RowSums' three."""
     assert logits.is_contiguous() and logits.dtype is torch.float32
     results = logits.new_empty(3, len(logits))
-    _row_sums[(len(logits),)](logits, targets, *results, logits.shape[1], BLOCK=_BLOCK, num_warps=8)
+    _row_sums[(len(logits),)](logits, targets, *results, logits.shape[1], BLOCK=_BLOCK_OF_SUMS, num_warps=8)
     return tuple(results)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybrid_megatron.ops.gradient_place import place_of_gradient
 from hybrid_megatron.ops.kernels.row_layout import dense_rows, empty_for_gradient, empty_like, steps_between_rows
 
-_HEADS = 16  # of a program
+_HEADS = 4  # of a program
 SMALLEST: tl.constexpr = tl.constexpr(1e-12)
 """A norm below it counts as this, as in torch.nn.functional.normalize."""
 
@@ -66,7 +66,7 @@ def _launch(kernel, inputs: tuple[Tensor, ...], out: Tensor, unit: bool) -> Tens
     step, strides = steps_between_rows(*tensors)
     kernel[(tokens, batch, triton.cdiv(heads, _HEADS))](
         *tensors, heads, width, *strides,
-        UNIT=unit, STEP=step, HEADS=min(_HEADS, triton.next_power_of_2(heads)), WIDTH=triton.next_power_of_2(width), num_warps=4,
+        UNIT=unit, STEP=step, HEADS=min(_HEADS, triton.next_power_of_2(heads)), WIDTH=triton.next_power_of_2(width), num_warps=2,
     )  # fmt: skip
     return out
 
