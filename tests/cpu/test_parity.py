@@ -9,6 +9,7 @@ import torch
 from hybrid_megatron.parallel import SequenceLayout
 from tests.cpu import cells
 from tests.cpu.parity_table import TINY
+from tests.cpu.quick import half_quick, quick_and_slow
 from tests.cpu.reference_model import reference_loss
 from tests.cpu.tiny import tiny_config, tiny_words
 
@@ -106,8 +107,7 @@ def check_layout(ranks, tiny_data, one_process, parity_table, name: str, mask: s
     parity_table.note(TINY, f"{name} ({size} processes)", mask, *compare_layout(answers, one_process[mask]))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, mask", half_quick(LAYOUTS, MASKS))
 def test_layout_has_the_same_parameters_loss_and_gradients(ranks, tiny_data, one_process, parity_table, layout, mask):
     check_layout(ranks, tiny_data, one_process, parity_table, layout, mask)
 
@@ -132,11 +132,11 @@ def one_process_training(ranks, tiny_data, tmp_path_factory) -> list[dict]:
     return ranks.run(1, cells.losses, tiny_words(tiny_data, f"run_dir={tmp_path_factory.mktemp('one') / 'run'}"))[0]
 
 
-TRAINED = ["tensor 2 + sequence", "context 2", "pipeline 2 x virtual 2", "data 2"]
-TRAINED_MORE = ["tensor 2", "pipeline 2", "tensor 2, pipeline 2"]
+TRAINED = ["tensor 2 + sequence", "context 2"]
+TRAINED_MORE = ["pipeline 2 x virtual 2", "data 2", "tensor 2", "pipeline 2", "tensor 2, pipeline 2"]
 
 
-@pytest.mark.parametrize("layout", [*TRAINED, *(pytest.param(layout, marks=pytest.mark.slow) for layout in TRAINED_MORE)])
+@pytest.mark.parametrize("layout", quick_and_slow(TRAINED, TRAINED_MORE))
 def test_layout_trains_the_same(ranks, tiny_data, tmp_path: Path, one_process_training, parity_table, layout):
     """Twenty steps with the distributed optimizer: losses, gradient norms and validation."""
     size, overrides = LAYOUTS[layout]

@@ -19,6 +19,7 @@ from hybrid_megatron.planning.choices import fits
 from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.planning.memory import peak_memory
 from tests.cpu.cells import losses
+from tests.cpu.quick import quick_and_slow
 
 NAMES = {folder: sorted(path.stem for path in (RECIPES / folder).glob("*.yaml")) for folder in FOLDERS}
 HYBRID = re.compile(r"(yoco_)?(rope|swa|gla|gdn|kda|lightning|mamba2|rwkv7)_(rope|nope)_(lh|hh)(?:_(\d)to(\d))?")
@@ -372,8 +373,9 @@ TRAINED = [
     "776m+swa_nope_lh_1to3+pretrain_4k", "376m+gqa+gla_nope_hh+pretrain_4k", "3b+gla_rope_lh_1to1+extend_32k",
     "776m+gdn_nope_hh+extend_32k", "776m+gdn_rope_hh_1to3+pretrain_4k", "776m+yoco_gdn_nope_lh+pretrain_4k",
     "776m+yoco_swa_rope_lh+extend_32k+longce",
-    "1b+lightning_nope_hh+pretrain_4k", *(f"hypenet_500m+{pattern}+hypenet_4k" for pattern in OTHERS),
+    "1b+lightning_nope_hh+pretrain_4k", "hypenet_500m+hypenet_rwkv7+hypenet_4k", "hypenet_500m+swan_gpt+hypenet_4k",
 ]  # fmt: skip
+TRAINED_MORE = [f"hypenet_500m+{pattern}+hypenet_4k" for pattern in OTHERS if pattern not in ("hypenet_rwkv7", "swan_gpt")]
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +386,7 @@ def tiny_datasets(tiny_data, tmp_path_factory) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("recipe", TRAINED)
+@pytest.mark.parametrize("recipe", quick_and_slow(TRAINED, TRAINED_MORE))
 def test_miniatures_train(ranks, tiny_datasets, tmp_path, recipe):
     [lines] = ranks.run(1, losses, [f"{recipe}+tiny", *tiny_datasets, f"run_dir={tmp_path}"])
     assert [line["step"] for line in lines] == [1, 2]

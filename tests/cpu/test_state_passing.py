@@ -12,6 +12,7 @@ from hybrid_megatron.ops.recurrence import Recurrence
 from hybrid_megatron.ops.state_passing import pieces_of_a_chunk
 from hybrid_megatron.parallel import SequenceLayout
 from tests.cpu import op_cells
+from tests.cpu.quick import half_quick
 from tests.cpu.recurrence_cases import KINDS, SCALE, definition_of, draw, rule_of, starts_at
 from tests.definitions import relative_error
 
@@ -46,11 +47,10 @@ def check(ranks, size: int, way: str, case: tuple, starts: str, pieces: int = 1)
             assert relative_error(local, exact[:, positions]) <= 1e-12, name
 
 
-@pytest.mark.parametrize(("starts", "keeps_all"), [*((name, False) for name in STARTS), ("none", True)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_passing_states_computes_the_whole(ranks, size, kind, starts, keeps_all):
+@pytest.mark.parametrize("size, kind, case", half_quick([2, 4], KINDS, [*((name, False) for name in STARTS), ("none", True)]))
+def test_passing_states_computes_the_whole(ranks, size, kind, case):
     """Three heads, which divide by neither number of ranks."""
+    starts, keeps_all = case
     check(ranks, size, "states", whole(kind, 3, starts, keeps_all), starts)
 
 
@@ -89,9 +89,7 @@ def test_how_many_pieces(batch, context, ranks, heads, expected):
         assert pieces_of_a_chunk(rule_of("gdn"), q, layout) == expected, "else what is computed again differs"
 
 
-@pytest.mark.parametrize("starts", ["none", "documents"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size, kind, starts", half_quick([2, 4], KINDS, ["none", "documents"]))
 def test_exchanging_heads_computes_the_whole(ranks, size, kind, starts):
     check(ranks, size, "heads", whole(kind, 4, starts, False), starts)
 

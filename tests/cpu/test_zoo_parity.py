@@ -6,6 +6,7 @@
 import pytest
 
 from tests.cpu import cells
+from tests.cpu.quick import half_quick
 from tests.cpu.reference_model import reference_loss
 from tests.cpu.test_parity import LAYOUTS, LAYOUTS_MORE, MASKS, check_gradients, compare_layout, first_batch
 from tests.cpu.tiny import tiny_config, tiny_words
@@ -67,9 +68,7 @@ def test_models_of_all_mixers_compute_the_definition(one_process, tiny_data, par
     check_definition(one_process, tiny_data, parity_table, model, mask)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("layout", FEW)
-@pytest.mark.parametrize("model", MIXED)
+@pytest.mark.parametrize("model, layout, mask", half_quick(MIXED, FEW, MASKS))
 def test_models_of_all_mixers(ranks, tiny_data, one_process, parity_table, model, layout, mask):
     check_cell(ranks, tiny_data, one_process, parity_table, model, layout, mask)
 
