@@ -52,7 +52,8 @@ def read_yaml(path: Path, with_bases: bool = False) -> dict:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not readable as YAML: {said}; mend the file there (a text with a colon takes quotes)") from None
     if not tree:
         raise ConfigError(f"{path}: the file holds no settings")
     if not isinstance(tree, dict):

@@ -43,6 +43,10 @@ def load_recipe(words: list[str], beneath: dict | None = None) -> RunConfig:
     """
     if not words:
         raise ConfigError("no recipe given: name a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k")
+    if "=" in words[0] and not Path(words[0]).is_file():
+        raise ConfigError(
+            f"{words[0]!r} stands where the recipe belongs: name the recipe first, e.g. 776m+gdn_nope_lh+pretrain_4k {words[0]}"
+        )
     study = None
     if _names_a_run(words[0]):
         run = find_run(words[0])

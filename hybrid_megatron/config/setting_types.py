@@ -31,7 +31,8 @@ def read_override(word: str) -> dict:
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([word]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"override {word!r}: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split())
+        raise ConfigError(f"override {word!r}: its value is not readable as YAML: {said}; a text with a colon takes quotes") from None
 
 
 def type_problems(value, expected, where: str, schema: type, key: str = "") -> list[str]:
@@ -83,7 +84,7 @@ def _fields(cls) -> dict[str, type]:
 def _reason_or_nearest(name: str, section: type, key: str, schema: type) -> str:
     """What follows 'is not a setting': why there is none, where the section says so, or what may have been meant."""
     absent = getattr(section, "absent", {})
-    return f": {absent[name]}" if name in absent else _suggest(name, _fields(section), key, schema)
+    return f": {absent[name]}; {key} has {', '.join(_fields(section))}" if name in absent else _suggest(name, _fields(section), key, schema)
 
 
 def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> str:

@@ -17,7 +17,8 @@ H200_GIB = 139.0
 USABLE = 0.92
 """The part of it to fill: the rest is for CUDA, NCCL's buffers, the workspaces of kernels and fragmentation."""
 RECOMPUTE = ("none", "selective", "full")
-_MOST_CONTEXT_RANKS = 64
+MOST_CONTEXT_RANKS = 64
+"""Looked at."""
 
 
 def fits(bytes_: float) -> bool:
@@ -87,7 +88,7 @@ def _tensor_sizes(config: RunConfig, plan: LayerPlan) -> list[int]:
 
 
 def _context_sizes(config: RunConfig, plan: LayerPlan, tensor: int) -> list[int]:
-    return [n for n in range(1, _MOST_CONTEXT_RANKS + 1) if _allowed(config, plan, context_problems, tensor=tensor, context=n)]
+    return [n for n in range(1, MOST_CONTEXT_RANKS + 1) if _allowed(config, plan, context_problems, tensor=tensor, context=n)]
 
 
 def _allowed(config: RunConfig, plan: LayerPlan, rule: Callable[[RunConfig], Iterator[str]], **sizes: int) -> bool:

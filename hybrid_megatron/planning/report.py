@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from hybrid_megatron.planning.choices import MOST_CONTEXT_RANKS
 from hybrid_megatron.planning.memory import OPTIMIZER_STEP
 
 _LAYOUTS_SHOWN = 12
@@ -94,7 +95,7 @@ def _possible_sizes(possible: dict) -> list[str]:
     virtual = "; ".join(f"{', '.join(map(str, sizes))} at {stages}" for stages, sizes in possible["virtual_pipeline"].items())
     return [
         _line("tensor", f"{_numbers(possible['tensor'])} possible ({limits})"),
-        _line("context", f"{_numbers(possible['context'])} possible"),
+        _line("context", f"{_numbers(possible['context'])} possible, of up to {MOST_CONTEXT_RANKS}"),
         _line("pipeline", f"{_numbers(possible['pipeline'])} possible; virtual_pipeline {virtual or 'none'}"),
     ]
 

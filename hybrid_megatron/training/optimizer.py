@@ -36,8 +36,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode=True, capturable=False):
         assert adam_w_mode and not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.copies: dict[torch.Tensor, torch.Tensor] = {}
-        """Where, on CUDA, a step writes parameters in bfloat16 too."""
+        self.copies: dict[torch.Tensor, torch.Tensor | None] = {}
+        """Where, on CUDA, a step writes parameters in bfloat16 too, if there is an entry: for all of them then, None where it does not."""
         self._updates: dict[int, Callable] = {}
         """Of each group, on CUDA."""
 
@@ -62,7 +62,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
             self._updates[number] = AdamWUpdate()
         hyperparameters = {name: group[name] for name in ("lr", "weight_decay", "betas", "eps", "step")}
-        copies = [self.copies.get(p) for p in params]
+        copies = [self.copies[p] if self.copies else None for p in params]
         self._updates[number](params, gradients, firsts, seconds, copies, **hyperparameters, divisor=divisor or 1.0)
 
 
@@ -126,15 +126,16 @@ def _find_states_where_they_are(optimizer: DistributedOptimizer) -> None:
 
 
 def _copy_with_the_update(optimizer: DistributedOptimizer) -> None:
-    """The kernel that updates float32 masters writes this rank's parts of the bfloat16 parameters, in place of megatron-core's copies."""
+    """The kernel that updates float32 masters writes this rank's parts of the bfloat16 parameters, in place of megatron-core's copies.
+    Parameters in float32 are their own masters."""
     if optimizer.is_stub_optimizer:
         return
+    optimizer.optimizer.copies = {master: None for masters in optimizer.shard_fp32_groups for master in masters}
     for masters, parameters in zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True):
         for master, parameter in zip(masters, parameters, strict=True):
             buffer, _, bucket = optimizer.model_param_gbuf_map[parameter]
             part = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
             optimizer.optimizer.copies[master] = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[part.start : part.end]
-    # Parameters in float32 are their own masters.
     optimizer._copy_main_params_to_model_params = lambda: None
 
 

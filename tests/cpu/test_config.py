@@ -104,7 +104,11 @@ LOADING = {
     "key with a reason": (
         ["model.rwkv7.value_residual=true"],
         "model.rwkv7.value_residual is not a setting: RWKV-7's would tie v of every layer to that of the first, and a layer of a hybrid "
-        "stands by itself",
+        "stands by itself; model.rwkv7 has rope_base, decay_rank, rate_rank, gate_rank",
+    ),
+    "a colon in a value": (
+        ["pattern=[{mixer: gdn: 3}]"],
+        "override 'pattern=[{mixer: gdn: 3}]': its value is not readable as YAML: while parsing a flow mapping",
     ),
     "string for a number": (["train.context='64'"], "train.context='64': this must be a whole number, written without quotes"),
     "fraction for a whole number": (["train.tokens=1.5"], "train.tokens=1.5: this must be a whole number"),
@@ -138,6 +142,7 @@ FILES = {
     "a list": ("- a\n- b\n", "a recipe is a mapping of settings, this file holds a list"),
     "a word": ("hello\n", "hello is not a setting"),
     "no YAML": ("a: [1,\nb: {", "not readable as YAML"),
+    "a colon in a value": ("name: a: b\n", "line 1, column 8; mend the file there (a text with a colon takes quotes)"),
     "binary": ("\x00\x01", "not readable as YAML"),
     "two documents": (VALID + "---\nseed: 3\n", "expected a single document"),
     "a tag that would run code": (VALID + "seed: !!python/object/apply:os.getpid []\n", "could not determine a constructor for the tag"),
@@ -164,6 +169,8 @@ def test_names_of_fragments():
     assert "recipe fragment 'gdn_nop_lh' is not known; did you mean gdn_nope_lh?" in problem(["776m+gdn_nop_lh+pretrain_4k"])
     assert "recipe file none.yaml does not exist" in problem(["none.yaml"])
     assert problem([]).startswith("no recipe given")
+    for word in ("seed=3", "pattern=[{mixer: gdn}]"):
+        assert problem([word]).startswith(f"{word!r} stands where the recipe belongs: name the recipe first, e.g. 776m")
 
 
 def test_all_missing_values_are_named_at_once(recipe):
