@@ -22,8 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """One fused kernel a parameter group, torch's on a CPU and our own on CUDA, whose memory it uses half as well again, keeping its state
-    as megatron-core's distributed optimizer expects it.
+    """One fused kernel a parameter group, on CUDA our own, which writes bfloat16 parameters too, keeping its state as megatron-core's
+    distributed optimizer expects it.
 
     megatron-core is written against Apex's and TE's FusedAdam: the step count lives in the parameter group and a parameter's state is
     exp_avg and exp_avg_sq alone. With torch's own AdamW it cannot resume (it puts one step tensor into all parameters, each of which then

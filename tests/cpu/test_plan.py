@@ -15,6 +15,7 @@ from hybrid_megatron.config.studies import load_study
 from hybrid_megatron.config.study import Run, Study
 from hybrid_megatron.config.validate import validate
 from hybrid_megatron.model.accounting import account
+from hybrid_megatron.model.mixers import MIXERS
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.parallel.rank_grid import rank_groups, within_nodes
 from hybrid_megatron.planning import choices
@@ -31,7 +32,7 @@ from hybrid_megatron.planning.memory import (
     passes_in_flight,
     peak_memory,
 )
-from hybrid_megatron.planning.pace import expected_mfu, pace
+from hybrid_megatron.planning.pace import MEASURED_MFU, expected_mfu, measured_mfu, pace
 from hybrid_megatron.planning.plan import BY_GPUS, make_plan
 from launch import plan as plan_command
 from megatron.core.parallel_state import RankGenerator
@@ -398,8 +399,16 @@ def test_the_suggestion_fits_validates_and_keeps_the_rule(words, gpus):
 
 
 MEASURED = {
+    ("776m+rope", 4096, ""): 0.519,
+    ("776m+rope", 32_768, ""): 0.502,
     ("776m+gdn_nope_lh", 4096, ""): 0.479,
-    ("776m+gdn_nope_lh", 32_768, ""): 0.463,
+    ("776m+gdn_nope_lh", 32_768, ""): 0.460,
+    ("776m+gla_nope_lh", 4096, ""): 0.466,
+    ("776m+gla_nope_lh", 32_768, ""): 0.448,
+    ("776m+swa_nope_lh", 32_768, ""): 0.509,
+    ("776m+kda_nope_lh", 4096, ""): 0.406,
+    ("776m+mamba2_nope_lh", 4096, ""): 0.492,
+    ("776m+rwkv7_nope_lh", 4096, ""): 0.392,
     ("776m+rope", 4096, "parallel.tensor=2 parallel.sequence=true"): 0.820,
     ("776m+rope", 4096, "parallel.pipeline=2 train.batch_tokens=262144"): 0.742,
     ("776m+rope", 32_768, "parallel.context=2"): 0.825,
@@ -421,6 +430,14 @@ def test_the_expected_speed_is_what_was_measured(which):
 
     found = expected(2, *words.split()) / expected(1) if words else expected(1)
     assert found == pytest.approx(MEASURED[which], rel=0.05)
+
+
+def test_the_expected_speed_of_several_mixers_is_by_their_heads():
+    nope = "{mixer: attention, position: nope}"
+    pattern = f"pattern=[{{mixer: gdn, repeat: 2}}, {{heads: [{{mixer: rwkv7}}, {nope}]}}, {nope}]"
+    plan = plan_layers(recipe("776m+rope+pretrain_4k", pattern))
+    assert measured_mfu(plan) == pytest.approx(5 / (4 / MEASURED_MFU["gdn"] + 1 / MEASURED_MFU["rwkv7"]))
+    assert MEASURED_MFU.keys() == MIXERS.keys()
 
 
 def test_a_plan_needs_no_run_to_begin_from():
