@@ -40,7 +40,7 @@ def study_report(study: dict) -> str:
                 count,
                 f"{run['parameters']['total'] / 1e6:,.1f}M" if "parameters" in run else "",
                 f"{run['steps']:,}" if "steps" in run else "",
-                f"{memory['peak']:.1f}" if memory else "",
+                _amount(memory["peak"], 1) if memory else "",
                 f"{time['gpu_hours']:,.0f}" if time else "",
                 remark,
             )
@@ -76,7 +76,7 @@ def _model(plan: dict) -> list[str]:
     if short > 1e-6 * forward:
         rows.append(("longce", "", "", f"{short / 1e6:,.2f} M", "", "forward passes over short contexts, on top of forward and backward"))
     rows.append(("all", f"{total:,}", "", f"{forward / 1e6:,.2f} M", "", f"forward and backward {plan['flops_per_token'] / 1e6:,.1f} M"))
-    states = ", ".join(f"{mixer} {size / 2**20:,.1f}" for mixer, size in plan["state_bytes"].items())
+    states = ", ".join(f"{mixer} {_amount(size / 2**20, 1)}" for mixer, size in plan["state_bytes"].items())
     return [*_table(rows), _line("states", f"MiB that one sample leaves for its continuation: {states}")]
 
 
@@ -127,25 +127,25 @@ def _own_layout(plan: dict, count: str) -> Iterator[str]:
         if len(groups[0]) > 1:
             across = "" if grid["within_nodes"][kind] else "; over several nodes of 8"
             yield _line("ranks", f"{kind.replace('_', ' and ')}: {_groups(groups)}{across}")
-    parts = ", ".join(f"{part} {memory[part]:.2f}" for part in ("weights", "gradients", "optimizer", "activations"))
+    parts = ", ".join(f"{part} {_amount(memory[part], 2)}" for part in ("weights", "gradients", "optimizer", "activations"))
     where = f" on stage {memory['stage']}" if len(memory["stages"]) > 1 else ""
     need = memory["moments"][memory["moment"]] - sum(memory[part] for part in ("weights", "gradients", "optimizer"))
     if memory["moment"] != OPTIMIZER_STEP:
         need -= memory["activations"]
     verdict = "fits" if memory["fits"] else f"DOES NOT FIT in the {memory['usable']:.0f} usable"
-    yield _line("memory", f"{memory['peak']:.1f} GiB of {memory['device']:.0f}, its peak at: {memory['moment']}{where}; {verdict}")
+    yield _line("memory", f"{_amount(memory['peak'], 1)} GiB of {memory['device']:.0f}, its peak at: {memory['moment']}{where}; {verdict}")
     if memory["in_flight"] > 1:
         parts += f" (of {memory['in_flight']} passes in flight)"
     if memory["context"]:
-        parts += f", {memory['context']:.2f} of them for context ranks"
-    yield _line("", f"{parts}; {memory['moment']} {need:.2f}")
-    sent = ", ".join(f"{kind} {size:.2f}" for kind, size in plan["communication_gib_per_step"][count].items() if size)
+        parts += f", {_amount(memory['context'], 2)} of them for context ranks"
+    yield _line("", f"{parts}; {memory['moment']} {_amount(need, 2)}")
+    sent = ", ".join(f"{kind} {_amount(size, 2)}" for kind, size in plan["communication_gib_per_step"][count].items() if size)
     yield _line("sends", f"GiB a step and GPU: {sent or 'nothing'}")
     saved = plan["checkpoint_gib"][count]
     yield _line(
         "checkpoint",
-        f"{saved['disk']:.1f} GiB on disk; host memory a GPU: {saved['copy']:.2f} GiB to write it beside training, "
-        f"{saved['gather']:.1f} GiB for a moment to gather a permanent one",
+        f"{_amount(saved['disk'], 1)} GiB on disk; host memory a GPU: {_amount(saved['copy'], 2)} GiB to write it beside training, "
+        f"{_amount(saved['gather'], 1)} GiB for a moment to gather a permanent one",
     )
     yield _line(
         "time",
@@ -172,6 +172,12 @@ def _ranks(group: list[int]) -> str:
     return " ".join(map(str, group))
 
 
+def _amount(number: float, places: int) -> str:
+    """With so many decimal places, or where they would show nothing of it, one digit."""
+    text = f"{number:,.{places}f}"
+    return text if not number or float(text.replace(",", "")) else f"{number:.1g}"
+
+
 def _duration(hours: float) -> str:
     return f"{hours:,.1f} hours" if hours >= 0.1 else f"{hours * 60:.1f} minutes"
 
@@ -183,7 +189,7 @@ def _layouts(found: list[dict]) -> Iterator[str]:
     names = ("tensor", "context", "pipeline", "data", "micro_batches")
     rows = [("layouts", *names, "GiB", "")]
     for layout in found[:_LAYOUTS_SHOWN]:
-        rows.append(("", *(str(layout[name]) for name in names), f"{layout['memory_gib']:.1f}", "" if layout["fits"] else "too much"))
+        rows.append(("", *(str(layout[name]) for name in names), _amount(layout["memory_gib"], 1), "" if layout["fits"] else "too much"))
     yield from _table(rows)
     if len(found) > _LAYOUTS_SHOWN:
         yield f"        and {len(found) - _LAYOUTS_SHOWN} more: --json"
@@ -200,4 +206,4 @@ def _suggestion(suggestion: dict | None, gpus: str, broken: bool) -> Iterator[st
         return
     words = " ".join(suggestion["overrides"]) or "the recipe as it stands"
     yield _line("suggested", words)
-    yield _line("", f"{suggestion['memory_gib']:.1f} GiB, {_duration(suggestion['hours'])}")
+    yield _line("", f"{_amount(suggestion['memory_gib'], 1)} GiB, {_duration(suggestion['hours'])}")

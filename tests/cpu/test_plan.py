@@ -440,6 +440,12 @@ def test_the_expected_speed_of_several_mixers_is_by_their_heads():
     assert MEASURED_MFU.keys() == MIXERS.keys()
 
 
+def test_a_miniature_takes_little_and_not_nothing():
+    out = command("376m+rope+pretrain_4k+tiny", "--gpus", "1").out
+    assert "weights 0.0007, gradients 0.0007, optimizer 0.001," in out  # 197,184 parameters of 4, 4 and 8 bytes
+    assert " 0.0 GiB" not in out and " 0.00," not in out
+
+
 def test_a_plan_needs_no_run_to_begin_from():
     assert "suggested" in command("776m+gdn_nope_lh+extend_32k", "--gpus", "8").out
 
