@@ -10,9 +10,10 @@ import torch
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.data import open_dataset
 from hybrid_megatron.parallel import start
+from hybrid_megatron.training.adamw import FusedAdamW
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.loop import train_step
-from hybrid_megatron.training.optimizer import FusedAdamW, clip_next_step, set_hyperparameters
+from hybrid_megatron.training.optimizer import clip_next_step, set_hyperparameters
 from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import forward_backward, squared_gradient_norm
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
