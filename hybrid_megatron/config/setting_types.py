@@ -74,6 +74,9 @@ def type_problems(value, expected, where: str, schema: type, key: str = "") -> l
         float: "a number, written without quotes",
         str: "a text (YAML takes on, off, yes and no for true and false, and digits for a number; put quotes around it)",
     }
+    if isinstance(value, dict):
+        short = words[expected].partition(",")[0].partition(" (")[0]
+        return [f"{where}: {key} must be {short}, with no {next(iter(value), 'keys')} below it"]
     return [] if fits else [f"{said}: this must be {words[expected]}"]
 
 
@@ -95,7 +98,9 @@ def _suggest(word: str, known, section: str = "", schema: type = RunConfig) -> s
     elsewhere = [] if section.endswith("]") else _paths_of(word, schema)  # an entry of a list has its own keys alone
     if section.startswith("model."):  # nor does another mixer's setting do anything for this one
         elsewhere = [path for path in elsewhere if not (path.startswith("model.") and path.count(".") > 1)]
-    return f"; did you mean {elsewhere[0]}?" if elsewhere else (f"; {section} has {', '.join(known)}" if section else "")
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; {f'{section} has' if section else 'settings are'} {', '.join(known)}"
 
 
 def _paths_of(word: str, cls, prefix: str = "") -> list[str]:

@@ -119,7 +119,7 @@ LOADING = {
     "null": (["seed=null"], "seed=None: this must be a whole number"),
     "value for a section": (["model=3"], "model=3: this is a section with keys num_layers,"),
     "value for a list": (["pattern=gdn"], "pattern='gdn': this must be a list, in brackets, e.g. pattern=[...]"),
-    "too deep": (["seed.x=3"], "seed={'x': 3}: this must be a whole number"),
+    "too deep": (["seed.x=3"], "override seed.x=3: seed must be a whole number, with no x below it"),
     "no value": (["seed"], "override 'seed' is not of the form section.key=value"),
     "index": (["pattern[0].mixer=gdn"], "override 'pattern[0].mixer=gdn' is not of the form section.key=value"),
     "double dot": (["model..num_layers=3"], "is not of the form section.key=value"),

@@ -337,6 +337,8 @@ REFUSED = {
     "unknown key": (["length=[64]"], 1, "override length=[64]: length is not a setting; did you mean lengths?"),
     "unknown inference": (["inference.logit_scal=log"], 1, "inference.logit_scal is not a setting; did you mean inference.logit_scale?"),
     "wrong type": (["tokens=1e6"], 1, "tokens=1000000.0: this must be a whole number"),
+    "a setting of training": (["model.num_heads=3"], 1, "model is not a setting; settings are checkpoint, data, lengths, tokens, "),
+    "a key of data": (["data.train=x"], 1, "override data.train=x: data must be a text, with no train below it"),
     "no value": (["tokens"], 1, "override 'tokens' is not of the form section.key=value"),
     "checkpoint": (["checkpoint=step_00000003"], 1, "has no such checkpoint; it has step_00000002, step_00000004"),
     "checkpoint elsewhere": (["checkpoint=../checkpoints/step_00000004"], 1, "has no such checkpoint"),
