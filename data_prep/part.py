@@ -224,13 +224,24 @@ def keep_rejects(output: Path, path: Path) -> Path:
     return path.rename(output / REJECT_FILES[1 if taken else 0])
 
 
+_WAYS_OUT = {
+    "missing_key": "give the key of the text as --text-key",
+    "missing_field": "mend --where and --language, which compare it",
+    "invalid_utf8": "convert the input to UTF-8, for example with iconv",
+}
+"""Where all rejects have this reason."""
+
+
 def too_many_rejects(reasons: Counter[str], records: int, limit: float, path: Path, listed: str = "", early: bool = False) -> DataError:
     """What to tell where more records are rejected than allowed; `path` begins with the first, and they are `listed` there or elsewhere."""
     with path.open(encoding="utf-8") as file:
         first = json.loads(file.readline())
+    mend = _WAYS_OUT.get(first["reason"], "mend the input") if len(reasons) == 1 else "mend the input"
+    if reasons.total() < records:
+        mend += ", or raise the limit"
     counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     return DataError(
         f"{reasons.total()} of {'the first ' if early else ''}{records} records are rejected ({counts}), more than "
         f"--max-reject-fraction {limit:g} allows; first: {first['file']}, line {first['line']}: {first['reason']} ({first['detail']}). "
-        f"All are listed in {listed or path}; mend the input or raise the limit"
+        f"All are listed in {listed or path}; {mend}"
     )

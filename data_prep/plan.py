@@ -24,7 +24,7 @@ def agree_on_plan(job: Job, shards: Sequence[Shard], overwrite: bool, alone: boo
     """Make the folder of parts with the plan, or find the same plan there.
 
     Raises `DataError` where parts of another plan are there. `alone` says that no other job shares the folder: then another plan gives
-    way if `overwrite` says so or no part of it is finished.
+    way if `overwrite` says so or it has finished no part with a document.
     """
     plan = _plan(job, shards)
     path = job.parts / NAME
@@ -32,7 +32,7 @@ def agree_on_plan(job: Job, shards: Sequence[Shard], overwrite: bool, alone: boo
     changed = differences(found, plan) if found is not None else []
     if stranger := next(_strangers(job.parts), None):
         raise DataError(f"{stranger}: it is not of this command, which keeps its parts there; move it, or choose another --output")
-    if alone and (changed or found is None) and (overwrite or not has_finished_parts(job.parts)):
+    if alone and (changed or found is None) and (overwrite or not _has_documents(job.parts)):
         shutil.rmtree(job.parts, ignore_errors=True)
         found, changed = None, []
     if found is None and has_finished_parts(job.parts):
@@ -46,7 +46,7 @@ def agree_on_plan(job: Job, shards: Sequence[Shard], overwrite: bool, alone: boo
             changed[3:] = [f"{len(changed) - 3:,} other places"]
         mend = "add --overwrite" if alone else f"remove {job.parts}"
         raise DataError(
-            f"{job.parts}: finished parts of another dataset are there, which differs in {'; '.join(changed)}; {mend} to begin anew, "
+            f"{job.parts}: an earlier command has finished parts there, and this one differs in {'; '.join(changed)}; {mend} to begin anew, "
             "or choose another --output"
         )
 
@@ -60,6 +60,15 @@ def _strangers(parts: Path) -> Iterator[Path]:
 
 def has_finished_parts(parts: Path) -> bool:
     return any(parts.glob(f"*{SUFFIX}"))
+
+
+def _has_documents(parts: Path) -> bool:
+    """Whether a finished part has any: where all records were rejected nothing is lost. One that cannot be read may have."""
+    for manifest in parts.glob(f"*{SUFFIX}"):
+        found = _read(manifest)
+        if found is None or found.get("documents") != 0:
+            return True
+    return False
 
 
 def move_parts(job: Job, shards: Sequence[Shard], into: Path) -> None:

@@ -52,7 +52,7 @@ def document(file: str, raw: Raw, text_keys: tuple[str, ...]) -> Record | Reject
             text = field(raw.fields, key)
             break
     else:
-        return Reject(file, raw.line, "missing_key", f"none of {', '.join(text_keys)} among {', '.join(list(raw.fields)[:20])}")
+        return Reject(file, raw.line, "missing_key", f"it has {', '.join(list(raw.fields)[:20]) or 'no keys'}, not {' or '.join(text_keys)}")
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")

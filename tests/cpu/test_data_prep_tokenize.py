@@ -167,7 +167,21 @@ def test_a_failed_job_leaves_the_finished_dataset_and_its_rejects(model, tmp_pat
 def test_a_wrong_key_is_told_before_the_whole_corpus_is_read(model, tmp_path, capsys):
     write_jsonl(tmp_path / "a.jsonl", ["x"] * 20_000)
     assert tokenize(model, "jsonl", tmp_path / "a.jsonl", tmp_path / "out", "--text-key", "body") == 2
-    assert "of the first 1000 records are rejected (1000 missing_key)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "of the first 1000 records are rejected (1000 missing_key)" in said and "(it has text, not body)" in said
+    assert said.endswith("; give the key of the text as --text-key\n")
+
+
+def test_what_was_wrong_is_mended_in_the_same_folder(model, tmp_path):
+    """Parts without a document are no reason to ask for --overwrite; others are."""
+    write_jsonl(tmp_path / "a.jsonl", [sentence(1)] * 3)
+    job = (model, "jsonl", tmp_path / "a.jsonl", tmp_path / "out")
+    assert tokenize(*job, "--text-key", "body") == 2 and list((tmp_path / "out/parts").glob("*.manifest.json"))
+    assert tokenize(*job) == 0
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    job = (*job[:3], tmp_path / "other")
+    assert tokenize(*job) == 2 and tokenize(*job, "--no-bos") == 2 and tokenize(*job, "--no-bos", "--overwrite") == 2
 
 
 def test_the_first_of_several_keys_holds_the_text(model, tmp_path):
