@@ -46,8 +46,8 @@ def agree_on_plan(job: Job, shards: Sequence[Shard], overwrite: bool, alone: boo
             changed[3:] = [f"{len(changed) - 3:,} other places"]
         mend = "add --overwrite" if alone else f"remove {job.parts}"
         raise DataError(
-            f"{job.parts}: an earlier command has finished parts there, and this one differs in {'; '.join(changed)}; {mend} to begin anew, "
-            "or choose another --output"
+            f"{job.parts}: an earlier command has finished parts there, and this one differs in {'; '.join(changed)}; "
+            f"{mend} to begin anew, or choose another --output"
         )
 
 

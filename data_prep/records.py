@@ -52,7 +52,9 @@ def document(file: str, raw: Raw, text_keys: tuple[str, ...]) -> Record | Reject
             text = field(raw.fields, key)
             break
     else:
-        return Reject(file, raw.line, "missing_key", f"it has {', '.join(list(raw.fields)[:20]) or 'no keys'}, not {' or '.join(text_keys)}")
+        return Reject(
+            file, raw.line, "missing_key", f"it has {', '.join(list(raw.fields)[:20]) or 'no keys'}, not {' or '.join(text_keys)}"
+        )
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")

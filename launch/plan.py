@@ -64,7 +64,7 @@ def _plan_study(options: dict[str, str], words: list[str], mfu: float | None) ->
 
 def _recipe(words: list[str]) -> RunConfig:
     """A plan reads no data and no parameters: neither has to be named."""
-    return load_recipe([*words[:1], *(["init_from=null"] if words else []), *words[1:]], beneath={"data": {"train": "unset"}})
+    return load_recipe(words, beneath={"data": {"train": "unset"}}, above={"init_from": None})
 
 
 def _studies() -> str:

@@ -51,7 +51,7 @@ def _progress(status: dict) -> list[str]:
         validated = "" if status["validation_loss"] is None else f", validation loss {status['validation_loss']:.4f}"
         lines.append(f"loss       {status['loss']:.4f}{validated}; last step {_ago(status['metrics_age_seconds'])}")
     if status["tokens_per_second"]:
-        left = "" if status["hours_left"] is None else f", {human_hours(status['hours_left'])} left"
+        left = f", {human_hours(status['hours_left'])} left" if status["hours_left"] else ""
         lines.append(f"pace       {status['tokens_per_second']:,.0f} tokens a second{left}")
     return [*lines, f"checkpoint {status['checkpoint'] or 'none yet'}"]
 

@@ -51,13 +51,13 @@ def _warn_if_memory_is_short(checkpoint: Path, model: list[DistributedDataParall
         )
 
 
-def load_weights(checkpoint: Path, model: list[HybridModel], state: ParallelState) -> Progress:
+def load_weights(checkpoint: Path, model: list[HybridModel], state: ParallelState, then: str = "give another checkpoint") -> Progress:
     """The parameters alone, from a checkpoint of any form, layout and precision, into the chunks of this rank; collective.
 
     Raises CheckpointError if a file is damaged, or with the first parameter that the checkpoint lacks, has in another shape, or has beyond
-    those of the model. `model` need be neither wrapped nor have an optimizer; an optimizer with masters of its own is built afterwards.
+    those of the model, and with the way out, `then`. `model` need be neither wrapped nor have an optimizer; an optimizer with masters of
+    its own is built afterwards.
     """
-    then = "give another checkpoint"
     try:
         progress = check_whole(checkpoint, state)
     except CheckpointError as error:

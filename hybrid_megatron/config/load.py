@@ -34,12 +34,12 @@ def _times(value: int, numerator: int, denominator: int) -> int:
 OmegaConf.register_resolver("times", _times)
 
 
-def load_recipe(words: list[str], beneath: dict | None = None) -> RunConfig:
+def load_recipe(words: list[str], beneath: dict | None = None, above: dict | None = None) -> RunConfig:
     """Read a recipe as typed on a command line, e.g. ["776m+gdn_nope_lh+pretrain_4k", "parallel.tensor=2"].
 
-    The first word is the recipe, or STUDY:RUN, the others are overrides; `beneath`, a tree of settings, lies under every file, for a caller
-    that can do without some of them. Raises ConfigError with every unknown key, wrong type and missing value. Rules between settings are
-    checked by `validate`, which also needs the number of processes.
+    The first word is the recipe, or STUDY:RUN, the others are overrides. `beneath`, a tree of settings, lies under every file and `above`
+    over them, for a caller that can do without some of them; they are no part of the run folder's name. Raises ConfigError with every
+    unknown key, wrong type and missing value. Rules between settings are checked by `validate`, which also needs the number of processes.
     """
     if not words:
         raise ConfigError("no recipe given: name a YAML file or fragments joined by +, e.g. 776m+gdn_nope_lh+pretrain_4k")
@@ -58,7 +58,7 @@ def load_recipe(words: list[str], beneath: dict | None = None) -> RunConfig:
         _name_the_run(merged, recipe, overrides)
         _sort_among_runs(merged.tracking, recipe, files, study)
 
-    layers = [("defaults", beneath or {})] + [(path.name, read_yaml(path)) for path in files]
+    layers = [("defaults", beneath or {}), *((path.name, read_yaml(path)) for path in files), ("defaults", above or {})]
     return _filled(RunConfig, layers + _read_overrides(overrides), recipe, fill)
 
 

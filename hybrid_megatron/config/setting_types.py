@@ -25,6 +25,8 @@ def override_problems(schema: type, words: list[str]) -> list[str]:
 
 
 def read_override(word: str) -> dict:
+    if word.startswith("-"):
+        raise ConfigError(f"there is no option {word} here; --help says what there is")
     key, equals, value = word.partition("=")
     if not equals or not key or not all(part.isidentifier() for part in key.split(".")):
         raise ConfigError(f"override {word!r} is not of the form section.key=value")
@@ -70,14 +72,23 @@ def type_problems(value, expected, where: str, schema: type, key: str = "") -> l
     }[expected]
     words = {
         bool: "true or false",
-        int: "a whole number, written without quotes",
-        float: "a number, written without quotes",
+        int: f"a whole number{_spelled(value, key)}",
+        float: f"a number{_spelled(value, key)}",
         str: "a text (YAML takes on, off, yes and no for true and false, and digits for a number; put quotes around it)",
     }
     if isinstance(value, dict):
         short = words[expected].partition(",")[0].partition(" (")[0]
         return [f"{where}: {key} must be {short}, with no {next(iter(value), 'keys')} below it"]
     return [] if fits else [f"{said}: this must be {words[expected]}"]
+
+
+def _spelled(value, key: str) -> str:
+    """How a number is written, where a text stands for one."""
+    if not isinstance(value, str):
+        return ""
+    if value.strip().lstrip("+-").replace(".", "", 1).isdigit():
+        return ", written without quotes"
+    return ", such as 4096, 1.5M or 50B" if key.endswith("tokens") else ""
 
 
 def _fields(cls) -> dict[str, type]:

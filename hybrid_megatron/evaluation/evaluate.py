@@ -76,7 +76,7 @@ def _run(
         check_kernels(config, plan)
     model, progress = _load(config, plan, checkpoint, state)
     report = Report.of(run_dir, config, settings, plan, checkpoint, progress, data, state)
-    narrator.begin(report)
+    narrator.begin(report, data.samples(data.longest) * data.longest, data.longest)
     for length in settings.lengths:
         result = measure(model, data, length, _micro_batch(settings, data, length, state), state)
         _check_finite(result)
@@ -120,7 +120,7 @@ def _checkpoint(run_dir: Path, name: str | None) -> Path:
         if not held:
             raise CheckpointError(f"{run_dir}: it has no complete checkpoint yet; train on until its first one")
         return store.path / held[-1]
-    path = store.path / name
+    path = store.path / (f"step_{int(name):08}" if name.isascii() and name.isdigit() else name)
     if Path(name).name != name or path.suffix == ".partial" or not path.is_dir():
         raise CheckpointError(f"checkpoint={name}: {store.path} has no such checkpoint; it has {', '.join(held) or 'none'}")
     return path
@@ -129,7 +129,9 @@ def _checkpoint(run_dir: Path, name: str | None) -> Path:
 def _load(config: RunConfig, plan: LayerPlan, checkpoint: Path, state: ParallelState) -> tuple[list[HybridModel], Progress]:
     """This rank's chunks with the checkpoint's parameters, for prediction alone."""
     model = build_chunks(config, plan, state)
-    progress = load_weights(checkpoint, model, state)
+    others = [path.name for path in CheckpointStore(checkpoint.parents[1]).complete() if path != checkpoint]
+    then = f"give another with checkpoint=, of {', '.join(others)}" if others else "there is no other in the run folder"
+    progress = load_weights(checkpoint, model, state, then)
     for chunk in model:
         chunk.eval()
         chunk.requires_grad_(False)

@@ -90,7 +90,8 @@ class Narrator:
     def __init__(self, speaks: bool):
         self.speaks = speaks
 
-    def begin(self, report: Report) -> None:
+    def begin(self, report: Report, tokens: int, longest: int) -> None:
+        """`tokens` are predicted at the longest length."""
         run, checkpoint, device = report.run, report.checkpoint, report.device
         layout = " ".join(f"{name} {size}" for name, size in device["layout"].items())
         documents = ", whole documents" if report.data["whole_documents"] else ""
@@ -101,6 +102,9 @@ class Narrator:
         self._say(f"layers     {run['layers']}")
         self._say(f"evaluation {report.name}")
         self._say(f"data       {report.data['prefix']}{documents}")
+        if tokens != report.settings["tokens"]:
+            asked = f"tokens={report.settings['tokens']}"
+            self._say(f"tokens     {tokens:,} for {asked}: whole samples of {longest:,}, and no more than the data holds")
         self._say(f"device     {device['name']} x{device['processes']}, {report.settings['precision']}, layout: {layout}")
         self._say(f"\n{'length':>10} {'x training':>11} {'samples':>9} {'tokens':>12} {'loss':>9} {'perplexity':>12}")
 

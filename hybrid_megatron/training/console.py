@@ -78,7 +78,8 @@ class Console:
         if not shown and step > 1:
             return
         line = f"step {step:>6}/{self.config.num_steps}  {tokens / 1e6:>9.2f}M tokens  "
-        line += f"loss {metrics['lm_loss']:.4f}  " if "lm_loss" in metrics else "no loss      "  # left out, or not a number
+        # "no" where the step was left out, or it is not a number
+        line += f"{self._loss_name} {metrics['lm_loss']:.4f}  " if "lm_loss" in metrics else f"no {self._loss_name}      "
         line += f"lr {metrics['lr']:.2e}"
         if "grad_norm" in metrics:
             line += f"  grad {metrics['grad_norm']:.2f}"
@@ -117,6 +118,11 @@ class Console:
         if sync_command is not None:
             self.say(f"wandb      offline; to upload this run, all its parts: {sync_command}")
 
+    @property
+    def _loss_name(self) -> str:
+        """Plain cross entropy, by its name in metrics.jsonl where what is optimised is another."""
+        return "lm_loss" if self.config.longce.enabled else "loss"
+
     def _result(self) -> str:
         """Final losses and speed, as metrics.jsonl has them."""
         metrics = read_metrics(Path(self.config.run_dir) / "metrics.jsonl")
@@ -125,7 +131,7 @@ class Console:
         words = []
         losses = [m["lm_loss"] for m in metrics if "lm_loss" in m][-10:]
         if losses:
-            words.append(f"training loss {sum(losses) / len(losses):.4f} (mean of the last {len(losses)} steps)")
+            words.append(f"training {self._loss_name} {sum(losses) / len(losses):.4f} (mean of the last {len(losses)} steps)")
         measured = [m["validation_loss"] for m in metrics if "validation_loss" in m]
         if measured:
             words.append(f"validation loss {measured[-1]:.4f}")

@@ -12,6 +12,7 @@ from hybrid_megatron import platform
 from hybrid_megatron.checkpoint.choose import check_whole, newest_whole
 from hybrid_megatron.checkpoint.form import PERMANENT, ROLLING
 from hybrid_megatron.checkpoint.load import load_checkpoint
+from hybrid_megatron.checkpoint.origin import told_apart
 from hybrid_megatron.checkpoint.saver import Saver
 from hybrid_megatron.checkpoint.sizes import checkpoint_bytes
 from hybrid_megatron.checkpoint.store import CheckpointStore, Progress, checkpoint_at, read_progress
@@ -68,7 +69,7 @@ def train(config: RunConfig, stop: StopRequest) -> Outcome:
     _check_data(store, train_data)
     init_from = None
     if store.newest() is None and config.init_from is not None:
-        with _named_init_from():
+        with _named_init_from(config):
             init_from = checkpoint_at(Path(config.init_from))
     with watching(config) as watch, start(config.parallel, config.seed, group_timeout(config.watchdog, warm=False)) as state:
         if _is_complete(config, store, state):
@@ -103,7 +104,7 @@ def _run(
     watch.phase("loading")
     chosen = newest_whole(store, state)
     init_from = state.from_rank_0(None if chosen else init_from)
-    with _named_init_from():
+    with _named_init_from(config):
         trainer = build_trainer(config, state, train_data, valid_data, init_from)
     done = 0
     if chosen is not None:
@@ -337,12 +338,12 @@ def _say_nothing(_kind: str, **_facts) -> None:
 
 
 @contextlib.contextmanager
-def _named_init_from() -> Iterator[None]:
+def _named_init_from(config: RunConfig) -> Iterator[None]:
     """An error about the checkpoint that a fresh run starts from names the setting."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"init_from={error}") from None
+        raise CheckpointError(f"init_from={error}{told_apart(config)}") from None
 
 
 def _save(trainer: Trainer, accounts: Accounts, saver: Saver, done: int, form: str, *, wait: bool, name: str | None = None) -> Path:

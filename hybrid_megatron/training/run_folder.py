@@ -162,10 +162,11 @@ def _other_past(earlier: RunConfig, config: RunConfig) -> list[str]:
     changed = skipped_until(earlier, done) ^ skipped_until(config, done)
     if not changed:
         return []
+    so_far = earlier.stability.skip_steps
     return [
-        f"stability.skip_steps={config.stability.skip_steps}: this run goes on from {newest}, which is behind step {min(changed)}, with "
-        f"{earlier.stability.skip_steps} so far; only steps from {done + 1} on can still be changed. To go further back, move the "
-        f"checkpoints behind step {min(changed) - 1} away"
+        f"stability.skip_steps={config.stability.skip_steps}: this run has done step {min(changed)} with {so_far} (its newest checkpoint is "
+        f"{newest}); repeat stability.skip_steps={str(so_far).replace(' ', '')}, and change only steps from {done + 1} on. To go further "
+        f"back, move the checkpoints later than step {min(changed) - 1} away"
     ]
 
 

@@ -341,6 +341,8 @@ REFUSED = {
     "a key of data": (["data.train=x"], 1, "override data.train=x: data must be a text, with no train below it"),
     "no value": (["tokens"], 1, "override 'tokens' is not of the form section.key=value"),
     "checkpoint": (["checkpoint=step_00000003"], 1, "has no such checkpoint; it has step_00000002, step_00000004"),
+    "a step that is none": (["checkpoint='3'"], 1, "checkpoint=3: "),
+    "an option": (["--foo"], 1, "there is no option --foo here; --help says what there is"),
     "checkpoint elsewhere": (["checkpoint=../checkpoints/step_00000004"], 1, "has no such checkpoint"),
     "length": (
         ["lengths=[64,4096]"],
@@ -403,7 +405,7 @@ def test_damaged_checkpoint(ranks, run):
     content[500] ^= 1
     file.write_bytes(content)
     said = refused(ranks, [str(run), "lengths=[64]"], size=2)
-    assert "__0_0.distcp: damaged" in said and said.endswith("give another checkpoint")
+    assert "__0_0.distcp: damaged" in said and said.endswith("; give another with checkpoint=, of step_00000002")
 
 
 def test_results_that_cannot_be_written(ranks, run):

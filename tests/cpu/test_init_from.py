@@ -171,19 +171,27 @@ def test_no_checkpoint_there(ranks, tiny_data, tmp_path, origin, size):
     assert not run.exists()
 
 
+ITS_LAYERS = "gdn x1, attention (rope) x1, gdn x1, attention (nope) x1"
 MISFITS = {
     "width of the MLP": (
         ["model.ffn_size=64"],
         "it holds decoder.layers.0.mlp.linear_fc1.weight as [96, 32], and this model has it as [128, 32]",
+        "",
     ),
-    "more layers": (["model.num_layers=8"], "it lacks decoder.layers.4.input_layernorm.weight, which this model has"),
+    "more layers": (
+        ["model.num_layers=8"],
+        "it lacks decoder.layers.4.input_layernorm.weight, which this model has",
+        ", ".join([ITS_LAYERS] * 2),
+    ),
     "fewer layers": (
         ["model.num_layers=2", "pattern=[{mixer: gdn}, {mixer: attention, position: rope}]"],
         "it holds decoder.layers.2.input_layernorm.weight, which this model does not have",
+        "gdn x1, attention (rope) x1",
     ),
     "another mixer": (
         ["pattern=[{mixer: gdn}]"],
         "it lacks decoder.layers.1.self_attention.mixers.0.out_norm, which this model has",
+        "gdn x4",
     ),
 }
 
@@ -191,20 +199,22 @@ MISFITS = {
 @pytest.mark.parametrize("size, layout", [(1, []), (2, ["parallel.pipeline=2"])])
 @pytest.mark.parametrize("case", MISFITS)
 def test_parameters_that_do_not_fit(ranks, tiny_data, tmp_path, origin, case, size, layout):
-    overrides, problem = MISFITS[case]
+    overrides, problem, layers = MISFITS[case]
     run = tmp_path / "run"
     said = refused(ranks, tiny_words(tiny_data, f"run_dir={run}", f"init_from={origin}", *overrides, *layout), size)
     checkpoint = origin / "checkpoints/step_00000020"
-    assert said == f"init_from={checkpoint}: {problem}; change the model or give another checkpoint"
+    apart = f"; its layers are {ITS_LAYERS}, those of this model {layers}" if layers else ""
+    assert said == f"init_from={checkpoint}: {problem}; change the model or give another checkpoint{apart}"
     assert not (run / "metrics.jsonl").exists() and not (run / "config.yaml").exists(), "before training"
 
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_what_does_not_fit_is_known_without_building_the_model(tiny_data, origin, case):
     """To submitting and preflight, in training's words."""
-    overrides, problem = MISFITS[case]
+    overrides, problem, layers = MISFITS[case]
     checkpoint = origin / "checkpoints/step_00000020"
-    with pytest.raises(CheckpointError, match=re.escape(f"{checkpoint}: {problem}; change the model or give another checkpoint")):
+    apart = f"; its layers are {ITS_LAYERS}, those of this model {layers}" if layers else ""
+    with pytest.raises(CheckpointError, match=re.escape(f"{checkpoint}: {problem}; change the model or give another checkpoint{apart}")):
         check_origin(tiny_config(tiny_data, "run_dir=unused", f"init_from={origin}", *overrides))
 
 

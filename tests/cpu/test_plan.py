@@ -440,6 +440,13 @@ def test_the_expected_speed_of_several_mixers_is_by_their_heads():
     assert MEASURED_MFU.keys() == MIXERS.keys()
 
 
+@pytest.mark.parametrize("words", [[], ["seed=3", "data.train=x"]])
+def test_the_run_folder_is_the_one_of_a_training(words):
+    folder = load_recipe(["776m+rope+pretrain_4k", *words], beneath={"data": {"train": "unset"}}).run_dir
+    assert f"\nrun         {folder}\n" in command("776m+rope+pretrain_4k", *words).out
+    assert (folder == "runs/776m+rope+pretrain_4k") == (not words)
+
+
 def test_a_miniature_takes_little_and_not_nothing():
     out = command("376m+rope+pretrain_4k+tiny", "--gpus", "1").out
     assert "weights 0.0007, gradients 0.0007, optimizer 0.001," in out  # 197,184 parameters of 4, 4 and 8 bytes
