@@ -57,5 +57,14 @@ def damages(checkpoint: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
             yield f"{checkpoint / name}: damaged, its contents are not those that were written"
 
 
+def lacks_files(checkpoint: Path) -> bool:
+    """Whether a file is missing, or the list of them: what can be seen without reading any."""
+    try:
+        names = json.loads((checkpoint / HASHES).read_text())["files"]
+        return not all((checkpoint / name).is_file() for name in names)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
 def _said(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

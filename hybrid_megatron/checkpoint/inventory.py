@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_megatron.checkpoint.form import PERMANENT, ROLLING
-from hybrid_megatron.checkpoint.integrity import check_hashes, damages
+from hybrid_megatron.checkpoint.integrity import check_hashes, damages, lacks_files
 from hybrid_megatron.checkpoint.store import MARKER, CheckpointStore, Progress, is_of_a_step, read_progress
 from hybrid_megatron.command_line import pasted
 from hybrid_megatron.errors import CheckpointError, RunError
@@ -22,7 +22,8 @@ class Entry:
     """None where there is no marker that can be read."""
     status: str
     """complete: resuming takes it. kept: it has another name than that of a step. damaged: set aside by a run that could not read it.
-    unfinished: what a save or a removal left over, or one going on. no marker: it has the name of a complete one and is none."""
+    unfinished: what a save or a removal left over, or one going on. no marker, files missing: it has a complete one's name and is none;
+    whether files that are there are whole, `verify` says."""
     size: int
     """Bytes on disk."""
     age: float
@@ -57,6 +58,8 @@ def _status(path: Path, progress: Progress | None) -> str:
         return "damaged"
     if progress is None:
         return "no marker"
+    if lacks_files(path):
+        return "files missing"
     return "complete" if is_of_a_step(path) else "kept"
 
 

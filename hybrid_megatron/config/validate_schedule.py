@@ -57,7 +57,9 @@ def batch_problems(config: RunConfig, data: int) -> Iterator[str]:
     """The first rule that the batch breaks on `data` data-parallel ranks, if there is one."""
     parallel, train = config.parallel, config.train
     if train.batch_tokens % train.context:
-        yield f"train.batch_tokens={train.batch_tokens}: it must be a multiple of train.context={train.context}"
+        lower = train.batch_tokens // train.context * train.context
+        nearest = f"{lower} or {lower + train.context}" if lower else f"{train.context}"
+        yield f"train.batch_tokens={train.batch_tokens}: it must be a multiple of train.context={train.context}, such as {nearest}"
         return
     if config.batch_samples % (train.micro_batch * data):
         yield (

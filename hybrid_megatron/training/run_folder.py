@@ -164,7 +164,7 @@ def _other_past(earlier: RunConfig, config: RunConfig) -> list[str]:
         return []
     so_far = earlier.stability.skip_steps
     return [
-        f"stability.skip_steps={config.stability.skip_steps}: this run has done step {min(changed)} with {so_far} (its newest checkpoint is "
+        f"stability.skip_steps={config.stability.skip_steps}: this run has done step {min(changed)} with {so_far} (newest checkpoint: "
         f"{newest}); repeat stability.skip_steps={str(so_far).replace(' ', '')}, and change only steps from {done + 1} on. To go further "
         f"back, move the checkpoints later than step {min(changed) - 1} away"
     ]

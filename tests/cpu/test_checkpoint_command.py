@@ -68,6 +68,13 @@ def test_list(run):
     assert "step" not in entries["step_00000005"]
 
 
+@pytest.mark.parametrize("name", [".metadata", "integrity.json", "__0_0.distcp"])
+def test_a_missing_file_is_seen_in_the_list(run, name):
+    (run / "checkpoints/step_00000007" / name).unlink()
+    status = {entry["name"]: entry["status"] for entry in json.loads(command("list", run, "--json").out)}
+    assert status["step_00000007"] == "files missing" and status["step_00000010"] == "complete"
+
+
 def test_verify(run):
     ended = command("verify", run)
     assert ended.code == 0 and not ended.err and ended.out.splitlines() == [f"{name}: whole" for name in checkpoints(run)]

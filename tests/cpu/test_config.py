@@ -193,7 +193,7 @@ RULES = {
     "pattern length": (["pattern=[{mixer: gdn, repeat: 3}]"], ["pattern: it describes 3 layers and model.num_layers=4 is not"]),
     "empty pattern": (["pattern=[]"], ["pattern: it is empty; name a mixer"]),
     "warm-up": (["schedule.warmup_tokens=10240"], ["schedule.warmup_tokens=10240: it must be less than train.tokens=10240;"]),
-    "batch": (["train.batch_tokens=500"], ["train.batch_tokens=500: it must be a multiple of train.context=64"]),
+    "batch": (["train.batch_tokens=500"], ["train.batch_tokens=500: it must be a multiple of train.context=64, such as 448 or 512"]),
     "micro-batch": (["train.micro_batch=3"], ["train.batch_tokens=512: it holds 8 samples of 64, which must be a multiple of"]),
     "shape": (["schedule.shape=step"], ["schedule.shape=step: it must be one of cosine, linear, constant, wsd"]),
     "least rate above the peak": (["schedule.min_lr=1"], ["schedule.min_lr=1.0: it must not be above optimizer.peak_lr=0.003"]),

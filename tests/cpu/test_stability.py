@@ -311,7 +311,7 @@ def test_steps_to_leave_out_may_be_changed_behind_the_checkpoint(ranks, tiny_dat
         assert ended.code == 2
         [said] = ended.errors
         assert said.startswith(
-            f"stability.skip_steps={now}: this run has done step {step} with [[2, 3], [10, 10]] (its newest checkpoint is "
+            f"stability.skip_steps={now}: this run has done step {step} with [[2, 3], [10, 10]] (newest checkpoint: "
             f"{run / 'checkpoints/step_00000005'}); repeat stability.skip_steps=[[2,3],[10,10]], and change only steps from 6 on. "
         )
     assert (run / "config.yaml").read_text().count("- 10") == 2, "what was refused is not written down"
