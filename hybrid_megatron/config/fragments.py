@@ -7,6 +7,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybrid_megatron.config.setting_types import YAML_RULES
 from hybrid_megatron.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -53,7 +54,7 @@ def read_yaml(path: Path, with_bases: bool = False) -> dict:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         said = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not readable as YAML: {said}; mend the file there (a text with a colon takes quotes)") from None
+        raise ConfigError(f"{path}: not readable as YAML: {said}; mend the file there ({YAML_RULES})") from None
     if not tree:
         raise ConfigError(f"{path}: the file holds no settings")
     if not isinstance(tree, dict):

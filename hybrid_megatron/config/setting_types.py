@@ -13,6 +13,9 @@ from hybrid_megatron.config.schema import RunConfig
 from hybrid_megatron.errors import ConfigError
 
 
+YAML_RULES = "a text with a colon takes quotes, and brackets and quotes come in pairs"
+
+
 def override_problems(schema: type, words: list[str]) -> list[str]:
     """What is wrong with each of the overrides `words` by itself: its form, its key, its type."""
     problems = []
@@ -34,7 +37,7 @@ def read_override(word: str) -> dict:
         return OmegaConf.to_container(OmegaConf.from_dotlist([word]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         said = " ".join(str(error).split())
-        raise ConfigError(f"override {word!r}: its value is not readable as YAML: {said}; a text with a colon takes quotes") from None
+        raise ConfigError(f"override {word!r}: its value is not readable as YAML: {said}; {YAML_RULES}") from None
 
 
 def type_problems(value, expected, where: str, schema: type, key: str = "") -> list[str]:

@@ -142,7 +142,7 @@ FILES = {
     "a list": ("- a\n- b\n", "a recipe is a mapping of settings, this file holds a list"),
     "a word": ("hello\n", "hello is not a setting"),
     "no YAML": ("a: [1,\nb: {", "not readable as YAML"),
-    "a colon in a value": ("name: a: b\n", "line 1, column 8; mend the file there (a text with a colon takes quotes)"),
+    "a colon in a value": ("name: a: b\n", "line 1, column 8; mend the file there (a text with a colon takes quotes, and brackets"),
     "binary": ("\x00\x01", "not readable as YAML"),
     "two documents": (VALID + "---\nseed: 3\n", "expected a single document"),
     "a tag that would run code": (VALID + "seed: !!python/object/apply:os.getpid []\n", "could not determine a constructor for the tag"),
