@@ -23,7 +23,7 @@ quickstart: setup ## train a small hybrid model here and now
 # Slurm's packages are installed where CI=true says that the machine is nobody's own, and where the target's name promises tests of it.
 test: setup ## the tests that fit a quarter of an hour on two cores
 	@[ -z "$$CI" ] || timeout 60 bash tests/slurm/install.sh || true
-	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu tests/slurm -m "not slow" -q -rs -n $(TEST_PROCESSES) --dist loadfile
+	@OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu tests/slurm -m "not slow" -q -rs -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 parity: setup ## every mixer under every layout against one process, as a table: tests/parity.md
 	@PARITY_TABLE=tests/parity.md OMP_NUM_THREADS=$(TEST_THREADS) $(PY) -m pytest tests/cpu/test_parity.py tests/cpu/test_zoo_parity.py -q
