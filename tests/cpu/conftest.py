@@ -20,8 +20,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: files are shared out among processes in this order (make test says so to xdist, which would begin with those of
-    most tests), and none should be left with a long one at the end."""
+    """The longest files first: files are shared out among processes in this order (make test says so to xdist, which would begin with those
+    of most tests), and none should be left with a long one at the end."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
