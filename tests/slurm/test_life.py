@@ -15,9 +15,9 @@ def test_time_limit(training, undisturbed):
     """Submitted with a plain sbatch; when Slurm says that its time limit is near, it saves its last step and is requeued."""
     run = training()
     run.submit()
-    expected = undisturbed(1)  # while the job starts
     run.wait_for_steps(15)
     run.cluster.run("scancel", "--batch", "--signal=USR1", run.job)  # as --signal=B:USR1@300 does
+    expected = undisturbed(1)  # while the job is requeued
     run.end()
     stopped = run.events("stopped")
     assert [event["signal"] for event in stopped] == ["SIGUSR1"]
