@@ -344,7 +344,8 @@ if __name__ == "__main__":
     for width, mixes, programs in ((24, 6, 3), (130, 3, 24), (1, 1, 2560)):
         found |= {
             f"token shift of {width}, {mixes} mixes, {chunks=}, {documents=}": shift(width, mixes, chunks, documents, programs)
-            for chunks, documents in ((1, True), (2, False))
+            for chunks in (1, 2)
+            for documents in (False, True)
         }
     for lengths, width, chunk, strongest in (
         ([70], 40, 64, -0.1), ([64], 64, 64, -300.0), ([5, 1, 64, 83], 24, 64, -5.0), ([40], 33, 16, -1e4)

@@ -16,7 +16,7 @@ from torch import Tensor
 _FARTHEST = tl.constexpr(60.0)
 """From the middle token's sum to any other's, in powers of two. float32 has 126: gradients down to 2^-66 keep their place."""
 _TILE = {"CHANNELS": 32, "num_warps": 4}
-"""The fastest of 9 for the gradients on an H200, 12 heads of 128; the scores are a tenth slower than with the best."""
+"""The fastest of 9 for the gradients on an H200, 12 heads of 128; for the scores it takes 0.195 ms, the best 0.165."""
 
 
 @triton.jit
