@@ -31,6 +31,17 @@ def _place(cu_seqlens, chunk_indices, length, CHUNK: tl.constexpr, HEADS: tl.con
     return head % HEADS, begin, chunk * CHUNK, tl.minimum(length - chunk * CHUNK, CHUNK)
 
 
+@triton.jit
+def _tile(q, k, g, one_row, channel, token, tokens, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """(where it lies [CHUNK, CHANNELS], which of these places are there, queries, keys, sums of gates, these less the middle one)."""
+    inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
+    at = one_row[None, :] + token[:, None] * (HEADS * WIDTH)
+    queries, keys = tl.load(q + at, mask=inside, other=0.0).to(tl.float32), tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.load(g + at, mask=inside, other=0.0)
+    middle = tl.load(g + one_row + (tokens // 2) * (HEADS * WIDTH), mask=channel < WIDTH, other=0.0)
+    return at, inside, queries, keys, sums, tl.where(inside, sums - middle[None, :], 0.0)
+
+
 @triton.jit(do_not_specialize=["length"])
 def _gla_scores(
     q, k, g, scores, cu_seqlens, chunk_indices, scale, length,
@@ -42,13 +53,8 @@ def _gla_scores(
     total = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     for tile in range(0, tl.cdiv(WIDTH, CHANNELS)):
         channel = tile * CHANNELS + tl.arange(0, CHANNELS)
-        inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
         one_row = (row * HEADS + head) * WIDTH + channel
-        at = one_row[None, :] + token[:, None] * (HEADS * WIDTH)
-        queries, keys = tl.load(q + at, mask=inside, other=0.0).to(tl.float32), tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
-        sums = tl.load(g + at, mask=inside, other=0.0)
-        middle = tl.load(g + one_row + (tokens // 2) * (HEADS * WIDTH), mask=channel < WIDTH, other=0.0)
-        distance = tl.where(inside, sums - middle[None, :], 0.0)
+        at, inside, queries, keys, sums, distance = _tile(q, k, g, one_row, channel, token, tokens, HEADS, WIDTH)
         if tl.max(tl.abs(distance)) <= _FARTHEST:
             total = tl.dot(queries * tl.exp2(distance), tl.trans(keys * tl.exp2(-distance)), total)
         else:
@@ -76,13 +82,8 @@ def _gla_scores_gradients(
     scores = tl.load(grad + token[:, None] * (HEADS * CHUNK) + token[None, :], mask=later, other=0.0)
     for tile in range(0, tl.cdiv(WIDTH, CHANNELS)):
         channel = tile * CHANNELS + tl.arange(0, CHANNELS)
-        inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
         one_row = (row * HEADS + head) * WIDTH + channel
-        at = one_row[None, :] + token[:, None] * (HEADS * WIDTH)
-        queries, keys = tl.load(q + at, mask=inside, other=0.0).to(tl.float32), tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
-        sums = tl.load(g + at, mask=inside, other=0.0)
-        middle = tl.load(g + one_row + (tokens // 2) * (HEADS * WIDTH), mask=channel < WIDTH, other=0.0)
-        distance = tl.where(inside, sums - middle[None, :], 0.0)
+        at, inside, queries, keys, sums, distance = _tile(q, k, g, one_row, channel, token, tokens, HEADS, WIDTH)
         of_queries = tl.zeros([CHUNK, CHANNELS], dtype=tl.float32)
         of_keys = tl.zeros([CHUNK, CHANNELS], dtype=tl.float32)
         if tl.max(tl.abs(distance)) <= _FARTHEST:
