@@ -3,7 +3,9 @@
 Prints the largest relative errors as JSON.
 """
 
+import contextlib
 import json
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,8 @@ from hybrid_megatron.ops.kernels import rwkv7_output as rwkv7_output_kernels
 from hybrid_megatron.ops.kernels import silu as silu_kernels
 from hybrid_megatron.ops.kernels import swiglu as swiglu_kernels
 from hybrid_megatron.ops.kernels import token_shift as token_shift_kernels
+from hybrid_megatron.training import adamw
+from hybrid_megatron.training.adamw import FusedAdamW
 from tests import adamw_case
 from tests.definitions import relative_error
 
@@ -122,6 +126,33 @@ def gla_scores(lengths: list[int], width: int, chunk: int, strongest: float) -> 
         "queries": relative_error(of_q, exact_q.grad),
         "keys": relative_error(of_k, exact_k.grad),
     }
+
+
+def fused_adamw(copied: bool) -> dict[str, float]:
+    """FusedAdamW as on CUDA, beside itself as on a CPU: two groups, a step with a divisor, a parameter without a gradient."""
+    random = torch.Generator().manual_seed(13)
+    first = [torch.randn(n, generator=random) for n in (40, 700, 3)]
+    found = []
+    for kernel in (False, True):
+        params = [torch.nn.Parameter(x.clone()) for x in first]
+        groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:], "lr": 3e-2}]
+        optimizer = FusedAdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        if kernel and copied:
+            optimizer.copies = {params[0]: None} | {p: torch.zeros(p.shape, dtype=torch.bfloat16) for p in params[1:]}
+        gradients = torch.Generator().manual_seed(14)
+        with patch.object(adamw, "_by_torch", optimizer._by_kernel) if kernel else contextlib.nullcontext():
+            for divisor in (None, 4.0, None):
+                for p in params[:2]:
+                    p.grad = torch.randn(p.shape, generator=gradients)
+                optimizer.divisor = divisor
+                optimizer.step()
+        found.append(torch.cat([x.detach() for p in params for x in (p, *optimizer.state[p].values())]))
+    errors = {"parameters and moments": relative_error(found[1], found[0].double())}
+    if copied:
+        written = optimizer.copies[params[1]]
+        assert not optimizer.copies[params[2]].any(), "without a gradient nothing is written"
+        errors["copies"] = relative_error(written, params[1].detach().double())
+    return errors
 
 
 def swiglu(width: int) -> dict[str, float]:
@@ -353,4 +384,6 @@ if __name__ == "__main__":
         found[f"scores of gla, {lengths} tokens of {width} in {chunk}, {strongest}"] = gla_scores(lengths, width, chunk, strongest)
     for offset, copied in ((0, False), (0, True), (1, True)):
         found[f"adamw, bfloat16 copies {copied}, from element {offset}"] = adamw_case.errors("cpu", [64, 2048, 4097, 1, 30], offset, copied)
+    for copied in (False, True):
+        found[f"FusedAdamW, bfloat16 copies {copied}"] = fused_adamw(copied)
     print(json.dumps(found))

@@ -112,7 +112,7 @@ LOADING = {
     ),
     "string for a number": (["train.context='64'"], "train.context='64': this must be a whole number, written without quotes"),
     "fraction for a whole number": (["train.tokens=1.5"], "train.tokens=1.5: this must be a whole number"),
-    "an unknown unit": (["train.tokens=1.5X"], "train.tokens='1.5X': this must be a whole number"),
+    "an unknown unit": (["train.tokens=1.5X"], "train.tokens='1.5X': this must be a whole number, such as 4096, 1.5M or 50B"),
     "a unit where no tokens are counted": (["train.context=4K"], "train.context='4K': this must be a whole number"),
     "truth for a number": (["seed=true"], "seed=True: this must be a whole number"),
     "number for a truth": (["data.document_mask=1"], "data.document_mask=1: this must be true or false"),

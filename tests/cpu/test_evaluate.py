@@ -267,6 +267,7 @@ def test_results(ranks, run):
     assert [row[:4] for row in rows] == [["64", "1", "8", "512"], ["128", "2", "4", "512"]]
     for row, line in zip(rows, report["lengths"]):
         assert float(row[4]) == pytest.approx(line["loss"], abs=1e-4) and float(row[5]) == pytest.approx(line["perplexity"], abs=1e-3)
+    assert "\ntokens     " not in ended.out, "as many as were asked for"
     assert f"written    {folder / 'plain.json'}" in ended.out and "step_00000004 (2,048 tokens)" in ended.out
     new = {path.relative_to(run) for path in run.rglob("*")} - before
     assert {str(path) for path in new} == {"evaluation", *(f"evaluation/step_00000004{f}" for f in ("", "/plain.json", "/plain.png"))}
@@ -406,6 +407,11 @@ def test_damaged_checkpoint(ranks, run):
     file.write_bytes(content)
     said = refused(ranks, [str(run), "lengths=[64]"], size=2)
     assert "__0_0.distcp: damaged" in said and said.endswith("; give another with checkpoint=, of step_00000002")
+
+
+def test_tokens_that_are_rounded_are_told(ranks, run):
+    ended = evaluate(ranks, 1, [str(run), "lengths=[64,128]", "tokens=300"])
+    assert "\ntokens     256 for tokens=300: whole samples of 128, and no more than the data holds\n" in ended.out
 
 
 def test_results_that_cannot_be_written(ranks, run):
