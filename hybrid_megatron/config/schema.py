@@ -295,8 +295,8 @@ class TrainConfig:
     """bf16: bfloat16 parameters and activations with float32 master weights, gates, states, norm statistics and loss. fp32: all float32."""
     recompute: str = "none"
     """What the backward pass computes again instead of keeping it in memory; losses and gradients are the same. none. selective: the SwiGLU
-    block of each layer, whose inner activations, the widest of a layer, cost FLOPs linear in the context. full: every layer, of which only
-    the input is kept, for up to a third more FLOPs."""
+    block of each layer, whose inner activations, the widest of a layer, cost FLOPs linear in the context, and the chunks' states of gdn.
+    full: every layer, of which only the input is kept, for up to a third more FLOPs."""
 
 
 @dataclass

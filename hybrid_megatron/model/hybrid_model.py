@@ -10,13 +10,13 @@ from torch import Tensor
 
 from hybrid_megatron.config.megatron import transformer_config
 from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.model.embedding import Embedding
 from hybrid_megatron.model.initialize import initialize_parameters
 from hybrid_megatron.model.layer_specs import chunk_specs
 from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
 from hybrid_megatron.parallel import ParallelState, SequenceLayout
 from megatron.core.enums import ModelType
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -44,9 +44,7 @@ class HybridModel(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder  # asked by the pipeline schedule
         self.share_embeddings_and_output_weights = False  # asked by megatron-core's gradient finalisation
         if self.pre_process:
-            self.embedding = LanguageModelEmbedding(
-                config, run.model.vocab_size, max_sequence_length=run.train.context, position_embedding_type="none", tp_group=groups.tp
-            )
+            self.embedding = Embedding(config, run.model.vocab_size, groups.tp)
         self.decoder = TransformerBlock(
             config,
             chunk_specs(config, run, plan, groups.pp.rank(), chunk),
@@ -77,7 +75,7 @@ class HybridModel(MegatronModule):
         `scored` [n]: the local positions whose loss is wanted; targets and token_weights [b, n] are then those of these positions.
         `weigh` makes weights of `token_weights` and the losses, as linear_cross_entropy says.
         """
-        embedded = self.embedding(tokens, position_ids=None) if self.pre_process else None
+        embedded = self.embedding(tokens) if self.pre_process else None
         hidden = self.decoder(embedded, attention_mask=None, packed_seq_params=layout)
         return self.output_layer(hidden, targets, token_weights, scored, weigh) if self.post_process else hidden
 

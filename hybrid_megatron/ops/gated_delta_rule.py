@@ -24,13 +24,23 @@ from hybrid_megatron.ops.triangular import inverse_unit_lower
 CHUNK = 64
 
 
-def gated_delta_rule(q, k, v, g, beta, *, scale: float, initial_state=None, document_starts=None) -> tuple[Tensor, Tensor]:
-    """The fast form for the device the tensors are on. `k` is expected L2-normalised; g, beta and the states are float32."""
+def gated_delta_rule(
+    q, k, v, g, beta, *, scale: float, initial_state=None, document_starts=None, keeps_states: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The fast form for the device the tensors are on. `k` is expected L2-normalised; g, beta and the states are float32.
+
+    `keeps_states`: on CUDA keep the chunks' updates and states for the backward pass, which computes them again otherwise.
+    """
     if not q.is_cuda:
         return chunked(q, k, v, g, beta, scale=scale, initial_state=initial_state, document_starts=document_starts)
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    if keeps_states:
+        from hybrid_megatron.ops.gated_delta_kernels import chunk_gated_delta_rule
 
-    kernel = partial(chunk_gated_delta_rule, scale=scale, output_final_state=True)
+        kernel = partial(chunk_gated_delta_rule, scale=scale)
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        kernel = partial(chunk_gated_delta_rule, scale=scale, output_final_state=True)
     return over_documents(kernel, (q, k, v, g, beta), initial_state, document_starts)
 
 
@@ -91,8 +101,13 @@ class GatedDeltaRule(MatrixTransition):
     input_names = ("q", "k", "v", "g", "beta")
     states_by_kernels = True
 
+    def __init__(self, keeps_states: bool = False):
+        """`keeps_states` as gated_delta_rule has it."""
+        self.keeps_states = keeps_states
+
     def run(self, inputs, *, scale, initial_state=None, document_starts=None):
-        return gated_delta_rule(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)
+        known = dict(scale=scale, initial_state=initial_state, document_starts=document_starts)
+        return gated_delta_rule(*inputs, **known, keeps_states=self.keeps_states)
 
     def recurrent(self, inputs, *, scale, initial_state=None, document_starts=None):
         return recurrent(*inputs, scale=scale, initial_state=initial_state, document_starts=document_starts)

@@ -5,7 +5,8 @@ taken in the forward pass, chunk by chunk, while the probabilities are at hand, 
 weight before its gradient is formed, but not before its loss is: weights may be a detached function of the losses, which a chunk knows
 first.
 
-A weight that has a float32 gradient buffer, megatron-core's `main_grad`, has its gradient added there without a rounding on the way.
+A weight that has a float32 gradient buffer, megatron-core's `main_grad`, has its gradient added there by the product that makes it, without
+a rounding on the way. That happens in the forward pass too, so the loss is then differentiated as it is.
 """
 
 from collections.abc import Callable
@@ -46,8 +47,10 @@ def linear_cross_entropy(
     With `weigh` the weights are weigh(token_weights, losses), an elementwise function whose first argument may then be anything that is
     known of each token beforehand.
 
-    With `add_to_buffer` the backward pass adds the gradient of a weight that has a `main_grad` [vocab / tp, h] float32 to it, as
-    megatron-core's linear layers do under gradient accumulation fusion, and says so to the hooks of its DistributedDataParallel.
+    With `add_to_buffer` the gradient of a weight that has a `main_grad` [vocab / tp, h] float32 is added to it, as megatron-core's linear
+    layers do under gradient accumulation fusion, and the hooks of its DistributedDataParallel are told so. The sum must then be
+    differentiated once and as it is: raises RuntimeError in the backward pass, on CUDA as an assertion of the device's, where the gradient
+    of the sum is not 1. Token weights have the factors of a mean in them.
     """
     if not torch.is_grad_enabled():  # inside the function below, inputs seem to need gradients all the same
         hidden, weight = hidden.detach(), weight.detach()
@@ -62,6 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         weights = token_weights if weigh is None else torch.empty_like(losses)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        buffer = weight.main_grad if add_to_buffer and ctx.needs_input_grad[1] and hasattr(weight, "main_grad") else None
         grad_weight = None
         size = chunk_tokens(weight.shape[0])
         for at in range(0, hidden.shape[0], size):
@@ -79,35 +83,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[here])
             if ctx.needs_input_grad[1]:
-                if grad_weight is None:
+                if buffer is not None:
+                    add_matmul_(buffer, grad.T, hidden[here])
+                elif grad_weight is None:
                     grad_weight = matmul(grad.T, hidden[here], wide)
                 else:
                     add_matmul_(grad_weight, grad.T, hidden[here])
             del grad  # gone before the next logits come
-        ctx.buffered = weight if add_to_buffer and hasattr(weight, "main_grad") else None
-        if grad_weight is not None and ctx.buffered is None:
-            grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.buffered = weight if buffer is not None else None
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
     @staticmethod
     def backward(ctx, grad_sum, _):
         grad_hidden, grad_weight = ctx.saved_tensors
-        if ctx.buffered is None or grad_weight is None:
-            of_weight = _scaled(grad_weight, grad_sum)
-        else:
-            of_weight = _added_to_buffer(ctx.buffered, grad_weight, grad_sum)
-        return _scaled(grad_hidden, grad_sum), of_weight, None, None, None, None, None
+        if ctx.buffered is None:
+            return _scaled(grad_hidden, grad_sum), _scaled(grad_weight, grad_sum), None, None, None, None, None
+        torch._assert_async(grad_sum == 1, "the gradient in the buffer is that of the sum as it is")
+        ctx.buffered.grad_added_to_main_grad = True
+        # DistributedDataParallel's hook wants a gradient of the weight, and drops it.
+        return grad_hidden, torch.empty_like(ctx.buffered), None, None, None, None, None
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
     """By a scalar that is not rounded to the gradient's type first, as it would be without a dimension."""
     return None if gradient is None else torch.mul(gradient, scale.view(1), out=torch.empty_like(gradient))
-
-
-def _added_to_buffer(weight: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
-    """Returns what stands for the weight's gradient from here on: DistributedDataParallel's hook wants one, and drops it."""
-    weight.main_grad.addcmul_(gradient, scale)
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)

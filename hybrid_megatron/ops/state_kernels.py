@@ -51,7 +51,7 @@ def gated_delta_summary(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: T
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
     def kernel(k, v, g, beta, *, cu_seqlens):
-        g = _sums_of_gates(g, cu_seqlens)
+        g = sums_of_gates(g, cu_seqlens)
         w, u, _ = chunk_gated_delta_rule_fwd_intra(k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK)
         return _last_states(k, w, u, cu_seqlens, g=g)
 
@@ -66,7 +66,7 @@ def gradient_under_gated_delta(
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
     def kernel(q, k, v, g, beta, grad, *, cu_seqlens):
-        g = _sums_of_gates(g, cu_seqlens)
+        g = sums_of_gates(g, cu_seqlens)
         w, _, _ = chunk_gated_delta_rule_fwd_intra(k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK)
         dv = chunk_bwd_dv_local(q, k, grad, g=g, scale=scale, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK)
         return _first_gradients(q, k, w, grad, dv, scale, cu_seqlens, g=g)
@@ -102,7 +102,7 @@ def _kimi_factors(q, k, v, g, beta, scale: float, cu_seqlens: Tensor | None) -> 
     """(w, u, q and k decayed to their chunk's ends, scores of q and k, sums of gates)."""
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
-    g = _sums_of_gates(g, cu_seqlens)
+    g = sums_of_gates(g, cu_seqlens)
     w, u, decayed_q, decayed_k, scores, _ = chunk_kda_fwd_intra(
         q, k, v, gk=g, beta=beta, scale=scale, cu_seqlens=cu_seqlens, chunk_size=KERNEL_CHUNK, disable_recompute=True
     )
@@ -137,7 +137,7 @@ def _zero_states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, width: int | N
     return k.new_zeros(count, k.shape[2], k.shape[-1], width or v.shape[-1], dtype=torch.float32)
 
 
-def _sums_of_gates(g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def sums_of_gates(g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """From each chunk's first token on, to the base 2, as FLA's kernels take them."""
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
@@ -154,7 +154,7 @@ def _decay_for_kernels(decay: dict[str, Tensor], by_token: tuple[Tensor, ...], c
     from fla.ops.utils.constant import RCP_LN2
 
     [name] = decay
-    return {name: _sums_of_gates(by_token[0], cu_seqlens) if by_token else decay[name] * RCP_LN2}
+    return {name: sums_of_gates(by_token[0], cu_seqlens) if by_token else decay[name] * RCP_LN2}
 
 
 def _of_last_sequences(kernel: Callable[..., Tensor], inputs: tuple[Tensor, ...], starts: Tensor | None) -> Tensor:

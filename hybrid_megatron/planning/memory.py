@@ -171,11 +171,12 @@ def gathered_bytes(layout: Layout) -> int:
 
 
 def kept_by_layer(layout: Layout, layer: Layer) -> int:
-    """none: all. selective: all but the inside of the SwiGLU block. full: the layer's input alone, h t e / S."""
+    """none: all. selective: all but the inside of the SwiGLU block and what mixers compute again. full: the layer's input, h t e / S."""
     recompute = layout.config.train.recompute
     if recompute == "full":
         return _residual(layout)
-    return layer_bytes(layout, layer) - (mlp_bytes(layout) if recompute == "selective" else 0)
+    again = mlp_bytes(layout) + recomputed_bytes(layout, layer) if recompute == "selective" else 0
+    return layer_bytes(layout, layer) - again
 
 
 def layer_bytes(layout: Layout, layer: Layer) -> int:
@@ -198,6 +199,13 @@ def norm_bytes(layout: Layout) -> int:
 def mlp_bytes(layout: Layout) -> int:
     """Inside the SwiGLU block 3 f t e / T: gate and up in one tensor, and their product."""
     return 3 * layout.config.model.ffn_size // layout.config.parallel.tensor * layout.local_tokens * layout.element
+
+
+def recomputed_bytes(layout: Layout, layer: Layer) -> int:
+    """Of the mixers, what is not kept under selective recomputation, / T."""
+    model, tokens, element = layout.config.model, layout.local_tokens, layout.element
+    again = sum(MIXERS[group.mixer].recomputed_bytes(model, group, tokens, element) for group in layer.groups)
+    return again // layout.config.parallel.tensor
 
 
 def mixer_bytes(layout: Layout, layer: Layer) -> int:
@@ -245,22 +253,22 @@ def backward_bytes(layout: Layout, layer: Layer) -> int:
     residual and of the layer's input, the second gathered over tensor ranks.
     """
     recompute, mlp = layout.config.train.recompute, mlp_bytes(layout)
-    again = {"none": 0, "selective": mlp, "full": layer_bytes(layout, layer) - _residual(layout)}[recompute]
+    whole = layer_bytes(layout, layer) - _residual(layout)
+    again_in_block = {"none": 0, "selective": mlp, "full": whole}[recompute]
+    again_in_mixers = {"none": -mlp, "selective": recomputed_bytes(layout, layer), "full": whole - mlp}[recompute]
     gradients = _residual(layout) + _residual(layout) * layout.residual_share
-    return gradients + max(again + 2 * mlp // 3, again - mlp + mixer_bytes(layout, layer))
+    return gradients + max(again_in_block + 2 * mlp // 3, again_in_mixers + mixer_bytes(layout, layer))
 
 
 def loss_bytes(layout: Layout) -> int:
-    """The last norm and the cross entropy (ops/linear_cross_entropy.py), at its product for the weight's gradient or in its backward pass.
+    """The last norm and the cross entropy (ops/linear_cross_entropy.py), at its products or in its backward pass.
 
-    In both the norm's input and output, h t e / S each, gathered h t e, gradient of the hidden states h t e, and the weight's gradient in
-    float32, 4 h V / T. Before, a chunk of logits in float32, whose place their gradient takes; after, the gradient of the hidden states
-    once more, scaled, and what stands for the weight's, e h V / T.
+    In both the norm's input and output, h t e / S each, gathered h t e, and the gradient of the hidden states h t e. Before, a chunk of
+    logits in float32, whose place their gradient takes; after, what stands for the weight's gradient, e h V / T.
     """
     config, tensor = layout.config, layout.config.parallel.tensor
     words = config.model.vocab_size // tensor
-    weight = words * config.model.hidden_size
     gathered = _residual(layout) * layout.residual_share
     hidden = norm_bytes(layout) + gathered * (2 if layout.residual_share > 1 else 1)
     chunk = words * min(chunk_tokens(words), layout.local_tokens)
-    return hidden + 4 * weight + max(4 * chunk, gathered + layout.element * weight)
+    return hidden + max(4 * chunk, layout.element * words * config.model.hidden_size)

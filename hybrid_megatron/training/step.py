@@ -178,17 +178,26 @@ def _run_schedule(
     forward_only: bool = False,
     longce: bool = False,
 ) -> LossSums:
-    """One pass over micro-batches, each with its tokens' weights, or with their short losses for LongCE to make weights of."""
+    """One pass over micro-batches, each with its tokens' weights, or with their short losses for LongCE to make weights of.
+
+    The model is given each token's share in the mean over all tokens, so that what it returns is differentiated as it is.
+    """
     weigh = partial(longce_weights, gamma=config.longce.gamma) if longce else None
     tokens = count * config.train.micro_batch * config.train.context * state.data
 
+    def share(short: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        return weigh(short, losses) / tokens
+
     def forward(batches: Iterator[tuple[Batch, torch.Tensor]], model):
         batch, given = next(batches)
-        output = model(batch.tokens, batch.targets, given, batch.layout, weigh=weigh)
+        if longce:
+            output = model(batch.tokens, batch.targets, given, batch.layout, weigh=share)
+        else:
+            output = model(batch.tokens, batch.targets, given / tokens, batch.layout)
         if not isinstance(output, TokenLoss):
             return output, None  # a stage that is not the last
-        more = () if weigh is None else _longce_sums(given, weigh(given, output.per_token), config.longce.gamma)
-        return output.weighted_sum / tokens, lambda mean: _reported(mean, output, batch, more)
+        more = _longce_sums(given, weigh(given, output.per_token), config.longce.gamma) if longce else ()
+        return output.weighted_sum, lambda part: _reported(part, tokens, output, batch, more)
 
     reports = get_forward_backward_func()(
         forward_step_func=forward,
@@ -211,9 +220,10 @@ def _longce_sums(short: torch.Tensor, weights: torch.Tensor, gamma: float) -> tu
     return weights.double().sum(), ((weights >= gamma) & short.isfinite()).sum()
 
 
-def _reported(mean: torch.Tensor, output: TokenLoss, batch: Batch, more: tuple[torch.Tensor, ...]):
-    """What the schedule asks of a loss function: (what to differentiate, tokens, what to report)."""
+def _reported(part: torch.Tensor, tokens: int, output: TokenLoss, batch: Batch, more: tuple[torch.Tensor, ...]):
+    """What the schedule asks of a loss function: (what to differentiate, tokens, what to report). `part` is that of the mean over all
+    `tokens`."""
     counted = batch.weights > 0
-    tokens = counted.sum()
-    plain = (output.per_token.double() * counted).sum()
-    return mean, tokens.int(), {"sums": torch.stack([x.double() for x in (output.weighted_sum.detach(), plain, tokens, *more)])}
+    here, plain = counted.sum(), (output.per_token.double() * counted).sum()
+    sums = [part.detach().double() * tokens, plain, here.double(), *(x.double() for x in more)]
+    return part, here.int(), {"sums": torch.stack(sums)}

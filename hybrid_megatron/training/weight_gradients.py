@@ -13,7 +13,10 @@ from megatron.core.tensor_parallel import layers
 
 
 def add_weight_gradients_by_matmul(model: list[DistributedDataParallel]) -> None:
-    """For the parallel linear layers of chunks with gradient buffers; not where a weight is put in order before it multiplies."""
+    """For the parallel linear layers of chunks with gradient buffers; not where a weight is put in order before it multiplies.
+
+    The embedding, which multiplies nothing, has the switch as well: it adds its gradient, row by row (ops/embedding.py).
+    """
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add)
     for chunk in model:
         for module in chunk.modules():

@@ -14,6 +14,7 @@ from hybrid_megatron.ops import rwkv7_inputs, rwkv7_output, token_shift
 from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
 from hybrid_megatron.ops.gated_norm import GATES
 from hybrid_megatron.ops.kernels import cross_entropy as cross_entropy_kernels
+from hybrid_megatron.ops.kernels import embedding as embedding_kernels
 from hybrid_megatron.ops.kernels import gated_delta_gates as gated_delta_gates_kernels
 from hybrid_megatron.ops.kernels import gated_norm as gated_norm_kernels
 from hybrid_megatron.ops.kernels import gla_scores as gla_scores_kernels
@@ -339,6 +340,23 @@ def shift(width: int, mixes: int, chunks: int, documents: bool, programs: int) -
     return errors
 
 
+def embedding(tokens: int, words: int, width: int, first: int, dtype: torch.dtype, piece: int) -> dict[str, float]:
+    """`words` words from `first` on, one of which is half of the tokens, and as many of other ranks on either side."""
+    embedding_kernels._PIECE, embedding_kernels._ROWS, embedding_kernels._COLUMNS = piece, 2, 16
+    random = torch.Generator().manual_seed(24)
+    given = torch.randint(max(first - words, 0), first + 2 * words, (tokens, 1), generator=random)
+    given[torch.rand(tokens, 1, generator=random) < 0.5] = first + words - 1
+    weight, grad = (torch.randn(*shape, width, generator=random).to(dtype) for shape in ((words,), (tokens, 1)))
+    start = torch.randn(words, width, generator=random)
+    total = start.clone()
+    embedding_kernels.add_rows_(total, given, grad, first)
+    own = F.one_hot((given[:, 0] - first + words).clamp(0, 2 * words), 2 * words + 1)[:, words:-1].double()
+    return {
+        "rows": relative_error(embedding_kernels.rows_of(given, weight, first)[:, 0], own @ weight.double()),
+        "sums": relative_error(total, start.double() + own.T @ grad[:, 0].double()),
+    }
+
+
 if __name__ == "__main__":
     found = {
         f"cross entropy of {words} words, {dtype}": cross_entropy(words, dtype)
@@ -377,6 +395,13 @@ if __name__ == "__main__":
             f"token shift of {width}, {mixes} mixes, {chunks=}, {documents=}": shift(width, mixes, chunks, documents, programs)
             for chunks in (1, 2)
             for documents in (False, True)
+        }
+    for tokens, words, width, first, piece in ((1, 1, 8, 0, 4), (4, 3, 7, 0, 4), (150, 9, 24, 20, 4), (70, 5, 40, 2, 32)):
+        found |= {
+            f"embedding of {tokens} tokens, {words} words of {width} from {first}, {dtype}": embedding(
+                tokens, words, width, first, dtype, piece
+            )
+            for dtype in (torch.float32, torch.bfloat16)
         }
     for lengths, width, chunk, strongest in (
         ([70], 40, 64, -0.1), ([64], 64, 64, -300.0), ([5, 1, 64, 83], 24, 64, -5.0), ([40], 33, 16, -1e4)

@@ -1,19 +1,23 @@
 """What runs inside the ranks of the tests of single operations: results of one rank, as tensors on the CPU."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from hybrid_megatron.config import load_recipe
-from hybrid_megatron.config.megatron import sharding_metadata
+from hybrid_megatron.config.megatron import sharding_metadata, transformer_config
 from hybrid_megatron.config.schema import ParallelConfig
+from hybrid_megatron.model import embedding as embedding_module
 from hybrid_megatron.model.attention.causal import causal_attention
+from hybrid_megatron.model.embedding import Embedding
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.initialize import sharded_tensors
 from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import linear_cross_entropy as linear_cross_entropy_module
 from hybrid_megatron.ops import state_passing
+from hybrid_megatron.ops.embedding import embed
 from hybrid_megatron.ops.head_exchange import recurrence_over_heads
 from hybrid_megatron.ops.linear_cross_entropy import linear_cross_entropy
 from hybrid_megatron.ops.recurrence import Recurrence
@@ -24,6 +28,8 @@ from hybrid_megatron.parallel.all_to_all import heads_from_sequence, sequence_fr
 from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.planning.memory import mixer_bytes
 from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from tests.cpu import cells
 from tests.cpu.kept import bytes_kept
 
 
@@ -37,6 +43,31 @@ def cross_entropy_over_ranks(
         total, losses = linear_cross_entropy(hidden, rows, targets, token_weights, state.groups.tp)
         total.backward()
         return total.detach(), losses, hidden.grad, rows.grad
+
+
+def embedding_and_megatrons(words: list[str], tokens: Tensor) -> list[tuple]:
+    """Of this rank, for our embedding and then megatron-core's, with one weight: output, gradient of the weight, attributes of the weight,
+    and (name, whole shape, offset) of what a checkpoint holds."""
+    run, answers = load_recipe(words), []
+    with start(run.parallel, 0) as state:
+        config, vocabulary = transformer_config(run), run.model.vocab_size
+        whole = torch.randn(vocabulary, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        theirs = LanguageModelEmbedding(config, vocabulary, tokens.shape[1], position_embedding_type="none", tp_group=state.groups.tp)
+        for module, more in ((Embedding(config, vocabulary, state.groups.tp), ()), (theirs, (None,))):
+            weight = module.word_embeddings.weight
+            weight.data.copy_(whole.chunk(state.groups.tp.size())[state.groups.tp.rank()])
+            out = module(tokens, *more)
+            (out * torch.arange(1.0, out.numel() + 1).view(out.shape).sin()).sum().backward()
+            shards = sharded_tensors(module.sharded_state_dict("embedding.", metadata=sharding_metadata(state.groups.dp_cp)))
+            held = [(shard.key, tuple(shard.global_shape), tuple(shard.global_offset)) for shard in shards]
+            answers.append((out.detach(), weight.grad, vars(weight), held))
+    return answers
+
+
+def gradient_of_embedding(words: list[str], dense: bool) -> list[tuple]:
+    """This rank's shard of it after a step; `dense`: made as a gradient of its own for each micro-batch."""
+    with patch.object(embedding_module, "embed", lambda *inputs: embed(*inputs[:3])) if dense else nullcontext():
+        return [shard for shard in cells.loss_and_gradients(words)[2] if shard[0] == "embedding.word_embeddings.weight"]
 
 
 def kept_over_ranks(words: list[str]) -> tuple[int, int]:

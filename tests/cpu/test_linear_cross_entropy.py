@@ -116,7 +116,7 @@ def test_the_scale_is_not_rounded():
 @pytest.mark.parametrize("chunk_elements", CHUNKS)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-9)])
 def test_the_gradient_is_added_to_the_weights_buffer(monkeypatch, dtype, bound, chunk_elements):
-    """In float32, scaled, to what is there: of bf16 only the gradient of the logits is rounded. Without a buffer nothing changes."""
+    """In float32, to what is there: of bf16 only the gradient of the logits is rounded. Without a buffer nothing changes."""
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     inputs = draw(dtype)
     plain, expected = found(*inputs), exact(*inputs)
@@ -128,11 +128,29 @@ def test_the_gradient_is_added_to_the_weights_buffer(monkeypatch, dtype, bound, 
     weight.main_grad, weight.grad_added_to_main_grad, hidden.grad = start.clone(), False, None
     for _ in range(2):
         total, losses = linear_cross_entropy(hidden, weight, *inputs[2:], Alone(), add_to_buffer=True)
-        (total * 3).backward()
+        total.backward()
         weight.grad = None  # not the gradient
     assert weight.grad_added_to_main_grad and torch.equal(losses, plain[1])
-    assert relative_error(weight.main_grad - start, 6 * expected[3]) <= bound
-    assert relative_error(hidden.grad, 6 * expected[2]) <= 2 * bound
+    assert relative_error(weight.main_grad - start, 2 * expected[3]) <= bound
+    assert relative_error(hidden.grad, 2 * expected[2]) <= 2 * bound
+
+
+def test_what_is_added_to_the_buffer_is_not_scaled_behind_it():
+    inputs = draw(torch.float32)
+    hidden, weight = (x.clone().requires_grad_() for x in inputs[:2])
+    weight.main_grad = torch.zeros(VOCAB, WIDTH)
+    total, _ = linear_cross_entropy(hidden, weight, *inputs[2:], Alone(), add_to_buffer=True)
+    with pytest.raises(RuntimeError, match="that of the sum as it is"):
+        (total / 3).backward()
+
+
+def test_a_pass_without_gradients_leaves_the_buffer():
+    inputs = draw(torch.float32)
+    weight = inputs[1].clone().requires_grad_()
+    weight.main_grad = torch.zeros(VOCAB, WIDTH)
+    with torch.no_grad():
+        linear_cross_entropy(inputs[0], weight, *inputs[2:], Alone(), add_to_buffer=True)
+    assert not weight.main_grad.any()
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -231,9 +231,8 @@ def test_rank_groups_of_larger_worlds(tensor, context, pipeline, gpus):
 @pytest.mark.parametrize(
     "pattern, context, seen",
     [
-        ("rope", 4096, 37.74), ("rope", 32_768, 37.75), ("swa_nope_lh", 32_768, 37.19), ("gdn_nope_lh", 4096, 40.53),
-        ("gdn_nope_lh", 32_768, 40.70), ("gla_nope_lh", 4096, 43.45), ("gla_nope_lh", 32_768, 45.19), ("gla_nope_hh", 4096, 43.74),
-        ("kda_nope_lh", 4096, 45.04), ("mamba2_nope_lh", 4096, 40.94), ("rwkv7_nope_lh", 4096, 43.57),
+        ("rope", 4096, 37.01), ("gdn_nope_lh", 4096, 43.19), ("gdn_nope_lh", 32_768, 43.36), ("gla_nope_lh", 4096, 42.73),
+        ("gla_nope_lh", 32_768, 44.47),
     ],
 )  # fmt: skip
 def test_peaks_measured_on_an_h200(pattern, context, seen):
@@ -313,7 +312,8 @@ def test_recompute_and_sharing_save_memory():
     words = ["3b+gdn_nope_lh+pretrain_4k", "train.micro_batch=1"]
     kept = {mode: memory(layout(*words, f"train.recompute={mode}", gpus=8))[0].activations for mode in choices.RECOMPUTE}
     tokens, hidden, ffn, layers = 4096, 3072, 9728, 24
-    assert kept["none"] - kept["selective"] == layers * 3 * ffn * tokens * 2
+    states = layers * 3 // 4 * hidden // 128 * (128 + 128 + 128 * 128 // 64) * tokens * 2  # and updates, of the layers of gdn
+    assert kept["none"] - kept["selective"] == layers * 3 * ffn * tokens * 2 + states
     assert kept["full"] == layers * hidden * tokens * 2
     one, eight = (memory(layout(*words, gpus=gpus))[0] for gpus in (1, 8))
     assert one.optimizer == 8 * eight.optimizer and one.activations == eight.activations
@@ -399,12 +399,12 @@ def test_the_suggestion_fits_validates_and_keeps_the_rule(words, gpus):
 
 
 MEASURED = {
-    ("776m+rope", 4096, ""): 0.519,
+    ("776m+rope", 4096, ""): 0.525,
     ("776m+rope", 32_768, ""): 0.502,
-    ("776m+gdn_nope_lh", 4096, ""): 0.479,
-    ("776m+gdn_nope_lh", 32_768, ""): 0.460,
-    ("776m+gla_nope_lh", 4096, ""): 0.466,
-    ("776m+gla_nope_lh", 32_768, ""): 0.448,
+    ("776m+gdn_nope_lh", 4096, ""): 0.499,
+    ("776m+gdn_nope_lh", 32_768, ""): 0.477,
+    ("776m+gla_nope_lh", 4096, ""): 0.485,
+    ("776m+gla_nope_lh", 32_768, ""): 0.479,
     ("776m+swa_nope_lh", 32_768, ""): 0.509,
     ("776m+kda_nope_lh", 4096, ""): 0.406,
     ("776m+mamba2_nope_lh", 4096, ""): 0.492,

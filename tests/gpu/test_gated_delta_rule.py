@@ -66,10 +66,12 @@ def check(case: Case, bound: float | None = None, said: str = "") -> None:
     words += ["float32"] if case.dtype == torch.float32 else []
     words += ["initial state" if case.initial_state else "no initial state"]
     words += [said] if said else []
-    kernel_check.check(
-        ", ".join(words), bound or BOUND[case.dtype], GatedDeltaRule(), definitions.gated_delta_rule, inputs[:5], inputs[5], starts,
-        bound_of_g=6e-2 if case.dtype == torch.bfloat16 else None,
-    )  # fmt: skip
+    for rule in (GatedDeltaRule(), GatedDeltaRule(keeps_states=True)):
+        kernel_check.check(
+            ", ".join([*words, *(["states kept"] if rule.keeps_states else [])]),
+            bound or BOUND[case.dtype], rule, definitions.gated_delta_rule, inputs[:5], inputs[5], starts,
+            bound_of_g=6e-2 if case.dtype == torch.bfloat16 else None,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -113,6 +113,11 @@ class Mixer(MegatronModule):
         return tokens * sum(cls.shared_rows(model, group).values()) * element
 
     @classmethod
+    def recomputed_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
+        """Those of `activation_bytes` that train.recompute=selective computes again."""
+        return 0
+
+    @classmethod
     def keeps_its_output(cls, model: ModelConfig) -> bool:
         """Whether what it hands to the output projection is among `activation_bytes`, where one rank has the whole sample."""
         return False

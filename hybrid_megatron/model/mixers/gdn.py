@@ -12,6 +12,7 @@ from hybrid_megatron.model.head_group import HeadGroup
 from hybrid_megatron.model.mixers.decay_parameters import A_log_drawn_from, draw_dt_bias
 from hybrid_megatron.model.mixers.linear import LinearMixer
 from hybrid_megatron.ops.gated_delta_gates import log_gate_and_beta
+from hybrid_megatron.ops.gated_delta_kernels import kept_elements
 from hybrid_megatron.ops.gated_delta_rule import GatedDeltaRule
 from hybrid_megatron.ops.recurrence import KERNEL_CHUNK
 
@@ -38,8 +39,12 @@ class GDN(LinearMixer):
 
     @staticmethod
     def kernel_bytes(model: ModelConfig, element: int) -> int:
-        """The inverse of the chunk's triangular matrix; in float32 beta and the sums of gates."""
-        return element * KERNEL_CHUNK + 4 * 2
+        """The inverse of the chunk's triangular matrix, updates and states; in float32 beta and the sums of gates."""
+        return element * (KERNEL_CHUNK + kept_elements(model.head_dim, model.head_dim)) + 4 * 2
+
+    @classmethod
+    def recomputed_bytes(cls, model: ModelConfig, group: HeadGroup, tokens: int, element: int) -> int:
+        return tokens * group.heads * kept_elements(model.head_dim, model.head_dim) * element
 
     @staticmethod
     def transition_columns(model: ModelConfig) -> int:
@@ -57,11 +62,12 @@ class GDN(LinearMixer):
         super().__init__(config, model, group, parallel, ranks, layer_number)
         self.A_log = self._parameter(self.local_heads, A_log_drawn_from(0), per_unit=True, dtype=torch.float32)
         self.dt_bias = self._parameter(self.local_heads, draw_dt_bias, per_unit=True, dtype=torch.float32)
+        self.keeps_states = config.recompute_granularity != "selective"
 
     def recurrence(self, q, k, v, parts) -> tuple[GatedDeltaRule, tuple[Tensor, ...]]:
         a, b = (parts[name].flatten(2) for name in ("a", "b"))
         g, beta = log_gate_and_beta(a, b, self.A_log, self.dt_bias, 2 if self.model.gdn.allow_neg_eigval else 1)
-        return GatedDeltaRule(), (q, k, v, g, beta)
+        return GatedDeltaRule(self.keeps_states), (q, k, v, g, beta)
 
     @staticmethod
     def recur_by_definition(q, k, v, parts, weights, model, document_starts) -> Tensor:
