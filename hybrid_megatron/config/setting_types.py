@@ -1,4 +1,4 @@
-"""Plain data of recipes and overrides against the types of schema.py, every misfit in a sentence."""
+"""Plain data of recipes and overrides against the types of schema.py, every misfit in a sentence; and values as recipes have them."""
 
 import dataclasses
 import difflib
@@ -42,7 +42,7 @@ def read_override(word: str) -> dict:
 
 def type_problems(value, expected, where: str, schema: type, key: str = "") -> list[str]:
     """Every place where `value`, plain YAML data, does not fit the type `expected`; `key` is its path in `schema`."""
-    said = f"{where}: {key}={value!r}"
+    said = f"{where}: {key}={repr(value) if isinstance(value, str) else as_written(value)}"
     if isinstance(value, str) and value.startswith("${") and not dataclasses.is_dataclass(expected):
         return []  # an interpolation; its result is checked by OmegaConf
     if value == MISSING:
@@ -83,6 +83,18 @@ def type_problems(value, expected, where: str, schema: type, key: str = "") -> l
         short = words[expected].partition(",")[0].partition(" (")[0]
         return [f"{where}: {key} must be {short}, with no {next(iter(value), 'keys')} below it"]
     return [] if fits else [f"{said}: this must be {words[expected]}"]
+
+
+def as_written(value: object) -> str:
+    """A value on one line as a recipe would have it, without what an entry of a list leaves at its default."""
+    if dataclasses.is_dataclass(value):
+        usual, told = vars(type(value)()), vars(value)
+        return as_written({name: one for name, one in told.items() if one != usual[name]})
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {as_written(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(as_written, value)) + "]"
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _spelled(value, key: str) -> str:

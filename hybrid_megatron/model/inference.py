@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 
 from hybrid_megatron.config.schema import InferenceConfig
+from hybrid_megatron.config.setting_types import as_written
 from hybrid_megatron.errors import ConfigError
 from hybrid_megatron.model.head_group import HeadGroup, Inference
 from hybrid_megatron.model.mixers import MIXERS
@@ -41,9 +42,9 @@ def with_inference(plan: LayerPlan, settings: InferenceConfig, trained_context: 
     for name, (wanted, heads) in asked.items():
         if wanted and name not in used:
             key = "rope_window" if name == "window" else name
-            value = getattr(settings, key)
-            said = str(value).lower() if isinstance(value, bool) else value
-            problems.append(f"inference.{key}={said}: it acts on {heads}, and this model has none of it; leave it out")
+            problems.append(
+                f"inference.{key}={as_written(getattr(settings, key))}: it acts on {heads}, and this model has none of it; leave it out"
+            )
     if problems:
         raise ConfigError(problems)
     return LayerPlan(layers)
@@ -68,14 +69,15 @@ def _of_group(group: HeadGroup, settings: InferenceConfig) -> dict:
 
 def _problems(settings: InferenceConfig):
     kind, value = settings.logit_scale, settings.logit_scale_value
+    given = f"inference.logit_scale_value={as_written(value)}"
     if kind not in LOGIT_SCALES:
         yield f"inference.logit_scale={kind}: it must be one of {', '.join(LOGIT_SCALES)}"
     elif kind == "hype" and (value is None or not 1 < value < math.inf):
-        yield f"inference.logit_scale_value={value}: with logit_scale=hype it is the base a and must be more than 1, e.g. 300"
+        yield f"{given}: with logit_scale=hype it is the base a and must be more than 1, e.g. 300"
     elif kind == "constant" and (value is None or not 0 < value < math.inf):
-        yield f"inference.logit_scale_value={value}: with logit_scale=constant it is the factor and must be more than 0, e.g. 1.5"
+        yield f"{given}: with logit_scale=constant it is the factor and must be more than 0, e.g. 1.5"
     elif kind in ("none", "log") and value is not None:
-        yield f"inference.logit_scale_value={value}: logit_scale={kind} takes no value; leave it out"
+        yield f"{given}: logit_scale={kind} takes no value; leave it out"
     if settings.rope_window is not None and settings.rope_window < 1:
         yield f"inference.rope_window={settings.rope_window}: it must be at least 1 token"
     if settings.rope_window is not None and settings.dynamic_ntk:

@@ -2,13 +2,14 @@
 
 import contextlib
 import fcntl
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybrid_megatron.errors import RunError
+from hybrid_megatron.errors import RunError, UserError
 from hybrid_megatron.slurm.checks import check_free
 from hybrid_megatron.slurm.cluster_env import ask_sbatch, cluster_env
-from hybrid_megatron.slurm.jobs import RECIPE, record, told_by
+from hybrid_megatron.slurm.jobs import RECIPE, record, recorded, told_by
 from hybrid_megatron.slurm.snapshot import Snapshot, snapshot
 from hybrid_megatron.slurm.stage import Stage, write_recipe
 
@@ -31,13 +32,14 @@ def command(stage: Stage, code: Path, template: str, options: list[str], after: 
 
 
 def submit(stage: Stage, code: Snapshot, template: str, options: list[str], after: str | None) -> str:
-    """The id of the job. Raises RunError if the folder has one already, or if sbatch refuses."""
+    """The id of the job. Raises RunError if the folder has one already, or if sbatch refuses; the folder is then what it was."""
     run_dir = Path(stage.config.run_dir)
     with _one_at_a_time(run_dir):
-        check_free(run_dir)
-        write_recipe(stage.config)
-        asked = command(stage, code.write(run_dir), template, options, after)
-        said = told_by(ask_sbatch(asked))
+        with _undone_if_refused(run_dir, code):
+            check_free(run_dir)
+            write_recipe(stage.config)
+            asked = command(stage, code.write(run_dir), template, options, after)
+            said = told_by(ask_sbatch(asked))
         if not said:
             raise RunError(f"sbatch: it gave no job id, so nothing is known of a job; look with squeue --me, and at {cluster_env()}")
         job = said.splitlines()[-1].split(";")[0]  # "id;cluster" where there are several
@@ -57,3 +59,25 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _undone_if_refused(run_dir: Path, code: Snapshot) -> Iterator[None]:
+    """Where there will be no job: without its recipe and its copy of the code, but for an earlier job's, and the folder if it is new."""
+    recipe, jobs, copy = run_dir / RECIPE, run_dir / "jobs.jsonl", run_dir / "code" / code.hash
+    earlier, was_there = recipe.read_bytes() if recipe.is_file() else None, copy.is_dir()
+    try:
+        yield
+    except UserError:
+        if earlier is None:
+            recipe.unlink(missing_ok=True)
+        else:
+            recipe.write_bytes(earlier)
+        if not was_there:
+            shutil.rmtree(copy, ignore_errors=True)
+        if not recorded(run_dir):
+            jobs.unlink(missing_ok=True)
+            for folder in (copy.parent, run_dir / "logs", run_dir):
+                with contextlib.suppress(OSError):  # there is something in it
+                    folder.rmdir()
+        raise

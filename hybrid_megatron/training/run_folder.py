@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_megatron.checkpoint.store import CheckpointStore, read_progress
-from hybrid_megatron.config import RunConfig, load_recipe, save_config
+from hybrid_megatron.config import RunConfig, as_written, load_recipe, save_config
 from hybrid_megatron.config.validate_stability import skipped_until
 from hybrid_megatron.data.datasets import train_fingerprint
 from hybrid_megatron.errors import ConfigError, RunError, UserError
@@ -135,18 +135,18 @@ def check_same_run(config: RunConfig) -> None:
             )
         return
     earlier = load_recipe([str(file)])
-    before, now = (_flat(dataclasses.asdict(each)) for each in (earlier, config))
-    changed = [key for key in sorted(before | now) if not key.startswith(_MAY_CHANGE) and before.get(key) != now.get(key)]
+    before, now = (_flat(each) for each in (earlier, config))
+    changed = [key for key in sorted(now) if not key.startswith(_MAY_CHANGE) and before[key] != now[key]]
     if not begun:  # the same recipe begins anew; another would write over the metrics and go on in the wandb run of this one
         if changed:
-            told = ", ".join(f"{key} {before.get(key)} there and {now.get(key)} here" for key in changed[:_NAMED])
+            told = ", ".join(f"{key} {as_written(before[key])} there and {as_written(now[key])} here" for key in changed[:_NAMED])
             more = f", and {len(changed) - _NAMED} settings more" if len(changed) > _NAMED else ""
             raise ConfigError(
                 f"run_dir={folder}: it holds a run of another recipe that has no checkpoint yet ({told}{more}); give another run_dir=PATH, "
                 "or remove this folder"
             )
         return
-    problems = [f"{key}: this run has {before.get(key)}, the recipe now says {now.get(key)}" for key in changed]
+    problems = [f"{key}: this run has {as_written(before[key])}, the recipe now says {as_written(now[key])}" for key in changed]
     if changed:
         problems += _other_data(config)
         problems += [f"run_dir={folder}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"]
@@ -197,7 +197,9 @@ def writing(path: Path) -> Iterator[None]:
         raise RunError(f"{path}: cannot be written ({error.strerror}); mend that and run the same command again to resume") from None
 
 
-def _flat(tree, prefix: str = "") -> dict:
-    if isinstance(tree, dict):
-        return {key: value for name, below in tree.items() for key, value in _flat(below, f"{prefix}{name}.").items()}
-    return {prefix.rstrip("."): tree}
+def _flat(settings, prefix: str = "") -> dict[str, object]:
+    """section.key -> its value."""
+    if not dataclasses.is_dataclass(settings):
+        return {prefix.rstrip("."): settings}
+    parts = [(f"{prefix}{field.name}.", getattr(settings, field.name)) for field in dataclasses.fields(settings)]
+    return {key: value for name, below in parts for key, value in _flat(below, name).items()}

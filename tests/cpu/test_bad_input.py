@@ -319,6 +319,8 @@ def test_run_folder_resumed_with_other_settings(ranks, half_run, what):
     *differences, way_out = ended.errors
     assert sorted(line.split(":")[0] for line in differences) == sorted(change.split("=")[0] for change in CHANGES[what])
     assert all("this run has" in line and "the recipe now says" in line for line in differences)
+    if what == "pattern":
+        assert differences[0].endswith("the recipe now says [{mixer: gdn}]")
     assert way_out == f"run_dir={run}: a run resumes only with the settings it began with; undo these or give another run_dir=PATH"
     assert snapshot(run) == before
 

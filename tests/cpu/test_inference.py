@@ -249,7 +249,7 @@ def test_which_heads_a_setting_acts_on(tiny_data):
 
 WRONG = {
     "scale": (dict(logit_scale="sqrt"), "inference.logit_scale=sqrt: it must be one of none, log, hype, constant"),
-    "hype without a base": (dict(logit_scale="hype"), "inference.logit_scale_value=None: with logit_scale=hype it is the base a"),
+    "hype without a base": (dict(logit_scale="hype"), "inference.logit_scale_value=null: with logit_scale=hype it is the base a"),
     "hype of base 1": (dict(logit_scale="hype", logit_scale_value=1.0), "must be more than 1"),
     "constant 0": (dict(logit_scale="constant", logit_scale_value=0.0), "it is the factor and must be more than 0"),
     "not a number": (dict(logit_scale="constant", logit_scale_value=math.nan), "must be more than 0"),

@@ -121,6 +121,24 @@ def test_a_chain_of_which_the_second_is_refused(tiny_data, tmp_path, slurm):
     assert dependencies == [f"--dependency={how}" for how in ("singleton", "afterok:100", "afterok:100", "afterok:102")]
 
 
+def test_what_sbatch_refuses_leaves_nothing(tiny_data, tmp_path, slurm):
+    run = tmp_path / "run"
+    slurm.refuse(1)
+    assert "Invalid partition" in called(submit, *tiny_words(tiny_data, f"run_dir={run}"), "--", "--gres=gpu:1").errors[0]
+    assert not run.exists()
+
+
+def test_what_sbatch_refuses_leaves_an_earlier_jobs_folder(tiny_data, tmp_path, slurm):
+    run = tmp_path / "run"
+    words = tiny_words(tiny_data, f"run_dir={run}")
+    slurm.refuse(2)
+    assert called(submit, *words, "--", "--gres=gpu:1").code == 0
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    ended = called(submit, *words, "tracking.wandb=disabled", "--", "--gres=gpu:1")
+    assert ended.code == 2 and "Invalid partition" in ended.errors[0]
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before and (run / "logs").is_dir()
+
+
 @pytest.mark.parametrize("really", [[], ["--dry-run"]])
 def test_a_folder_that_is_taken(tiny_data, tmp_path, slurm, really):
     run = tmp_path / "my run"
