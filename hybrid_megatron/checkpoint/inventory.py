@@ -12,7 +12,7 @@ from hybrid_megatron.checkpoint.integrity import check_hashes, damages, lacks_fi
 from hybrid_megatron.checkpoint.store import MARKER, CheckpointStore, Progress, is_of_a_step, read_progress
 from hybrid_megatron.command_line import pasted
 from hybrid_megatron.errors import CheckpointError, RunError
-from hybrid_megatron.training.folder_lock import FolderLock, Held, holder_of
+from hybrid_megatron.folder_lock import FolderLock, Held, holder_of
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from hybrid_megatron.config import RunConfig, as_written, load_recipe, save_conf
 from hybrid_megatron.config.validate_stability import skipped_until
 from hybrid_megatron.data.datasets import train_fingerprint
 from hybrid_megatron.errors import ConfigError, RunError, UserError
+from hybrid_megatron.folder_lock import FolderLock, Held
 from hybrid_megatron.parallel import ParallelState
-from hybrid_megatron.training.folder_lock import FolderLock, Held
 from hybrid_megatron.training.heartbeat import remove_heartbeats
 
 # What may differ when a run is resumed: it changes how the run is computed or watched, not what it computes. Data files are

@@ -1,4 +1,5 @@
-"""What runs inside the ranks for the tests of plans: what is really in memory, in flight and on its way, and who is in which group."""
+"""For the tests of plans: recipes and layouts by words, and what runs inside the ranks: what is really in memory, in flight and on its way,
+and who is in which group."""
 
 import contextlib
 import weakref
@@ -7,10 +8,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import layers, mappings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid_megatron.config import load_recipe
+from hybrid_megatron.config import RunConfig, load_recipe
 from hybrid_megatron.data import open_dataset
 from hybrid_megatron.model.hybrid_model import build_model
 from hybrid_megatron.model.mixer_layer import MixerLayer
@@ -18,12 +22,19 @@ from hybrid_megatron.model.pattern import plan_layers
 from hybrid_megatron.ops import linear_cross_entropy as loss_module
 from hybrid_megatron.ops import swiglu
 from hybrid_megatron.parallel import SequenceLayout, start
+from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import train_step
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import layers, mappings
+
+
+def recipe(*words: str) -> RunConfig:
+    return load_recipe(list(words), beneath={"data": {"train": "unset"}})
+
+
+def layout(*words: str, gpus: int = 1) -> Layout:
+    config = recipe(*words)
+    return Layout(config, plan_layers(config), gpus)
 
 
 def groups(words: list[str]) -> dict[str, list[int]]:

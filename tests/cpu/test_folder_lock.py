@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_megatron.training import folder_lock
-from hybrid_megatron.training.folder_lock import FolderLock, Held, holder_of
+from hybrid_megatron import folder_lock
+from hybrid_megatron.folder_lock import FolderLock, Held, holder_of
 
 RENEW, STALE = 0.1, 1.0
 LONG = 20.0
@@ -46,7 +46,7 @@ def holder(tmp_path):
 HOLD = f"""
 import sys, time
 from pathlib import Path
-from hybrid_megatron.training.folder_lock import FolderLock
+from hybrid_megatron.folder_lock import FolderLock
 assert "torch" not in sys.modules and "omegaconf" not in sys.modules, "commands that only look must not take seconds"
 lock = FolderLock(Path(sys.argv[1]), say=print, lost=print, renew_seconds={RENEW}, stale_seconds={STALE})
 print("held", flush=True)
