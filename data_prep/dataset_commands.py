@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import glob
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ _PREFIX = "a dataset's path, with or without .bin"
 def add_dataset_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """`command(name, run, summary)` adds one command and returns its parser."""
     merge = command("merge", _merge, "Merge datasets into one, their documents in order.")
-    merge.add_argument("--input", type=dataset, nargs="+", required=True, metavar="PREFIX", help=_PREFIX)
+    merge.add_argument("--input", type=dataset, nargs="+", required=True, metavar="PREFIX", help=f"{_PREFIX}, or a glob of them in quotes")
     merge.add_argument("--output", type=Path, required=True, metavar="PREFIX")
     add_overwrite(merge)
 
@@ -48,8 +49,19 @@ def add_dataset_commands(command: Callable[..., argparse.ArgumentParser]) -> Non
 def _merge(options: argparse.Namespace) -> None:
     from data_prep.merge import merge_datasets
 
-    manifest, built = merge_datasets(options.input, options.output, options.overwrite)
-    say(built, str(options.output), [*dataset_parts(manifest), f"{len(options.input):,} parts"])
+    parts = [prefix for given in options.input for prefix in _found(given)]
+    manifest, built = merge_datasets(parts, options.output, options.overwrite)
+    say(built, str(options.output), [*dataset_parts(manifest), f"{len(parts):,} parts"])
+
+
+def _found(given: Path) -> list[Path]:
+    """The datasets of a glob in quotes, by name; else the one that is given."""
+    if not glob.has_magic(str(given)) or Path(f"{given}.idx").exists():
+        return [given]
+    names = glob.glob(f"{given}.idx", recursive=True)
+    if not names:
+        raise DataError(f"--input {given}: no dataset has such a name; check the path, and that the datasets are finished")
+    return sorted(Path(name.removesuffix(".idx")) for name in names)
 
 
 def _blend(options: argparse.Namespace) -> None:

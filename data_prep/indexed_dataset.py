@@ -149,9 +149,9 @@ class IndexedDataset:
                 header = file.read(HEADER_BYTES)
             self.bin_bytes, idx_bytes = self.bin_path.stat().st_size, self.idx_path.stat().st_size
         except OSError as error:
-            raise DataError(
-                f"{prefix}: the dataset cannot be read ({error.strerror}: {error.filename}); name it without .bin or .idx"
-            ) from None
+            inside = sorted(Path(prefix).glob("*.idx"))
+            way_out = f"in this folder there is {inside[0].with_suffix('')}" if inside else "name it without .bin or .idx"
+            raise DataError(f"{prefix}: the dataset cannot be read ({error.strerror}: {error.filename}); {way_out}") from None
         if header[: len(MAGIC)] != MAGIC or len(header) < HEADER_BYTES:
             raise DataError(f"{self.idx_path}: not the index of a Megatron dataset; build it again with `python -m data_prep tokenize`")
         version, code, sequences, document_index = struct.unpack("<QBQQ", header[len(MAGIC) :])

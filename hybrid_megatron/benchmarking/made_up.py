@@ -41,4 +41,6 @@ class MadeUpSamples:
 
 def made_up_dataset(config: RunConfig) -> Dataset:
     """One epoch that lasts for the whole run, with no file behind it."""
-    return Dataset(Path("made_up"), MadeUpSamples(config, config.num_steps * config.batch_samples), "made up")
+    return Dataset(
+        "made up", Path("made_up"), MadeUpSamples(config, config.num_steps * config.batch_samples), "made up", config.model.vocab_size
+    )

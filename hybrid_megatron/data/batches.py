@@ -78,7 +78,7 @@ class BatchStream:
         epoch, place = divmod(index, len(self.dataset))
         if epoch > 0:
             place = int(_order_of_epoch(len(self.dataset), self.seed, epoch)[place])
-        return self.dataset.samples[place]
+        return self.dataset[place]
 
 
 def _on_device(x: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from torch import Tensor
 
 import hybrid_megatron.platform  # noqa: F401  before megatron.core
 from data_prep.manifest import manifest_path, read_manifest
 from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.data.vocabulary import check_ids
 from hybrid_megatron.data.whole_documents import WholeDocuments
 from hybrid_megatron.errors import DataError, NoIndexMaps
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -29,15 +31,26 @@ _HEADER = struct.Struct("<9sQBQQ")  # of a .idx: magic, version, type of a token
 
 @dataclass(frozen=True)
 class Dataset:
-    """One epoch of samples; `samples[i]` has tokens and labels [context]."""
+    """One epoch of samples."""
 
+    key: str
+    """What sentences about it begin with."""
     prefix: Path
     samples: GPTDataset | WholeDocuments
     fingerprint: str
     """Identity of the token files, stored in checkpoints: a run does not resume on other data."""
+    words: int
+    """Of the model's vocabulary."""
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """tokens and labels [context] int64, and under `data.document_mask` cu_seqlens. Raises DataError for an id that is no word."""
+        sample = self.samples[index]
+        for name in ("tokens", "labels"):
+            check_ids(sample[name], self.words, self.key, self.prefix)
+        return sample
 
 
 def open_dataset(config: RunConfig, split: str) -> Dataset:
@@ -46,7 +59,8 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
     prefix = _prefix(config, split)
     if config.data.whole_documents:
         return _open_whole_documents(config, split, prefix)
-    fingerprint = _check_files(config, f"data.{split}={prefix}", prefix)
+    key = f"data.{split}={prefix}"
+    fingerprint = _check_files(config, key, prefix)
     cache = _cache_dir(config, prefix)
     # defer_npy_index_mmap makes no maps and reads none yet, but knows their names and the number of samples
     named = _gpt_dataset(config, prefix, fingerprint, cache, deferred=True)
@@ -54,17 +68,13 @@ def open_dataset(config: RunConfig, split: str) -> Dataset:
     if split == "train" and not config.data.repeat:
         _check_once_through(config, prefix, len(named))
     if not all(path.is_file() for path in _map_files(named)):
-        raise NoIndexMaps(
-            f"data.{split}={prefix}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}"
-        )
+        raise NoIndexMaps(f"{key}: there are no index maps for train.context={config.train.context} and seed={config.seed} in {cache}")
     for path in _map_files(named):
         try:
             np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
-            raise DataError(
-                f"data.{split}={prefix}: the index map {path} is damaged ({error}); remove it and run build-cache again"
-            ) from None
-    return Dataset(prefix, named, fingerprint)
+            raise DataError(f"{key}: the index map {path} is damaged ({error}); remove it and run build-cache again") from None
+    return Dataset(key, prefix, named, fingerprint, config.model.vocab_size)
 
 
 def _open_whole_documents(config: RunConfig, split: str, prefix: Path) -> Dataset:
@@ -78,7 +88,7 @@ def _open_whole_documents(config: RunConfig, split: str, prefix: Path) -> Datase
         )
     if split == "train" and not config.data.repeat:
         _check_once_through(config, prefix, len(samples))
-    return Dataset(prefix, samples, stream.fingerprint)
+    return Dataset(key, prefix, samples, stream.fingerprint, config.model.vocab_size)
 
 
 def files_of(dataset: Dataset) -> list[Path]:
@@ -99,11 +109,15 @@ def train_fingerprint(config: RunConfig) -> str:
 class TokenStream:
     """The tokens of an indexed dataset, one document after the other, as they lie in its file."""
 
+    key: str
+    """What sentences about it begin with."""
     prefix: Path
     tokens: np.ndarray
     borders: np.ndarray
     """int64 [documents + 1]: where each document begins, and the number of tokens."""
     fingerprint: str
+    words: int
+    """Of the model's vocabulary."""
 
 
 def open_tokens(config: RunConfig, key: str, prefix: Path) -> TokenStream:
@@ -113,7 +127,7 @@ def open_tokens(config: RunConfig, key: str, prefix: Path) -> TokenStream:
     ends = np.concatenate(([0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)))
     borders = ends[indexed.document_indices]
     tokens = np.memmap(f"{prefix}.bin", indexed.index.dtype, mode="r") if borders[-1] else np.zeros(0, indexed.index.dtype)
-    return TokenStream(prefix, tokens, borders, fingerprint)
+    return TokenStream(key, prefix, tokens, borders, fingerprint, config.model.vocab_size)
 
 
 def build_index_caches(config: RunConfig) -> list[Path]:

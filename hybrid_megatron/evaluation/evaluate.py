@@ -49,9 +49,8 @@ def evaluate_each(run_dir: Path, alternatives: list[EvaluationConfig], *, silent
     plans = [validate_evaluation(each, config, world_size()) for each in alternatives]
     platform.select_device()
     checkpoint = _checkpoint(run_dir, settings.checkpoint)
-    key = f"data={settings.data}"
-    stream = open_tokens(config, key, Path(settings.data))
-    data = held_out(stream, key, max(settings.lengths), settings.tokens, settings.whole_documents, config.data.document_mask)
+    stream = open_tokens(config, f"data={settings.data}", Path(settings.data))
+    data = held_out(stream, max(settings.lengths), settings.tokens, settings.whole_documents, config.data.document_mask)
     narrator = Narrator(speaks=global_rank() == 0 and not silent)
     with start(config.parallel, config.seed) as state:
         checkpoint = state.from_rank_0(checkpoint)

@@ -12,6 +12,7 @@ import torch
 
 from hybrid_megatron import platform
 from hybrid_megatron.data import Batch, TokenStream
+from hybrid_megatron.data.vocabulary import check_ids
 from hybrid_megatron.errors import DataError
 from hybrid_megatron.parallel import ParallelState, SequenceLayout
 
@@ -60,6 +61,7 @@ class HeldOut:
         layout = SequenceLayout(length, state.context, state.context_rank, starts)
         weights = torch.tensor(real, dtype=torch.float32)[:, None].expand(-1, length)
         tokens = torch.from_numpy(rows)
+        check_ids(tokens, self.stream.words, self.stream.key, self.stream.prefix)
         parts = (layout.local(x).contiguous().to(platform.device()) for x in (tokens[:, :-1], tokens[:, 1:], weights))
         return Batch(*parts, layout)
 
@@ -73,9 +75,8 @@ class HeldOut:
         return starts
 
 
-def held_out(stream: TokenStream, key: str, longest: int, tokens: int, whole_documents: bool, document_mask: bool) -> HeldOut:
-    """As many samples as hold `tokens` tokens at the longest length, at least one. Raises DataError, in a sentence that begins with `key`,
-    if there is none."""
+def held_out(stream: TokenStream, longest: int, tokens: int, whole_documents: bool, document_mask: bool) -> HeldOut:
+    """As many samples as hold `tokens` tokens at the longest length, at least one. Raises DataError if there is none."""
     asked = max(1, tokens // longest)
     if whole_documents:
         lengths = np.diff(stream.borders)
@@ -86,8 +87,8 @@ def held_out(stream: TokenStream, key: str, longest: int, tokens: int, whole_doc
         possible, held = len(stream.tokens) - 1, f"it holds {len(stream.tokens):,}"
     if possible < longest:
         raise DataError(
-            f"{key}: {held} tokens, fewer than the {longest + 1:,} of one sample at the longest of the lengths, {longest}; the longest "
-            f"possible is {max(possible, 0)}: set lengths, or give other data"
+            f"{stream.key}: {held} tokens, fewer than the {longest + 1:,} of one sample at the longest of the lengths, {longest}; the "
+            f"longest possible is {max(possible, 0)}: set lengths, or give other data"
         )
     there = len(fitting) if whole_documents else possible // longest
     count = min(asked, there)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,9 +41,13 @@ def submit(stage: Stage, code: Snapshot, template: str, options: list[str], afte
             write_recipe(stage.config)
             asked = command(stage, code.write(run_dir), template, options, after)
             said = told_by(ask_sbatch(asked))
-        if not said:
-            raise RunError(f"sbatch: it gave no job id, so nothing is known of a job; look with squeue --me, and at {cluster_env()}")
-        job = said.splitlines()[-1].split(";")[0]  # "id;cluster" where there are several
+        found = re.search(r"\b(\d+)(;\S+)?$", said)  # "id;cluster" where there are several
+        if found is None:
+            instead = f" but {said.splitlines()[-1]!r}" if said else ""
+            raise RunError(
+                f"sbatch: it gave no job id{instead}, so nothing is known of a job; look with squeue --me, and at {cluster_env()}"
+            )
+        job = found[1]
         record(run_dir, job, code=code.hash, options=options, dependency=after)
     return job
 

@@ -325,6 +325,20 @@ def test_run_folder_resumed_with_other_settings(ranks, half_run, what):
     assert snapshot(run) == before
 
 
+@pytest.mark.parametrize("size, split, id", [(1, "train", 5000), (2, "train", 5000), (1, "train", 256), (1, "valid", 5000)])
+def test_ids_that_are_no_words(ranks, data, tmp_path, size, split, id):
+    """Before anything is learnt from them."""
+    tokens = np.memmap(data / f"{split}.bin", np.uint16, "r+")
+    tokens[7::50] = id
+    tokens.flush()
+    run = tmp_path / "run"
+    ended = train(ranks, size, tiny_words(data, f"run_dir={run}", "validation.interval_steps=1"))
+    assert ended.code == 2
+    said = f"data.{split}={data / split}: it holds the token {id}, and the words of model.vocab_size=256 are 0 to 255; see what"
+    assert ended.errors and all(line.startswith(said) for line in ended.errors)
+    assert not (run / "metrics.jsonl").read_text()
+
+
 def test_all_differences_are_said_at_once(ranks, half_run, tiny_data):
     run, words = half_run
     before = snapshot(run)

@@ -35,6 +35,21 @@ def test_documents_follow_each_other_and_the_manifest_lists_the_parts(tmp_path):
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["pile.bin", "pile.idx", "pile.manifest.json"]
 
 
+def test_a_glob_in_quotes(tmp_path):
+    for name in "cab":
+        write_dataset(tmp_path / name / "documents", [[1, ord(name) - 90, 2]])
+    assert run("merge", "--input", f"{tmp_path}/*/documents.bin", "--output", tmp_path / "all")[0] == 0
+    assert documents_of(tmp_path / "all") == [[1, ord(name) - 90, 2] for name in "abc"]
+    code, said = run("merge", "--input", f"{tmp_path}/*/none", "--output", tmp_path / "more")
+    assert code == 2 and f"--input {tmp_path}/*/none: no dataset has such a name" in said.err
+
+
+def test_a_folder_instead_of_the_dataset_in_it(tmp_path):
+    write_dataset(tmp_path / "text/documents", [[1, 7, 2]])
+    code, said = run("stats", tmp_path / "text")
+    assert code == 2 and f"in this folder there is {tmp_path}/text/documents" in said.err
+
+
 def test_what_is_rejected_dropped_and_cut_is_summed(tmp_path):
     told = {"rejected": {"count": 3, "by_reason": {"bad_json": 3}}, "dropped": {"too_short": 2}, "cut": [1]}
     prefixes = [write_dataset(tmp_path / name, [[1, 4, 2], [1, 4]], **told) for name in "ab"]

@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -212,31 +214,40 @@ def test_whole_documents(ranks, runs, tiny_data, tmp_path):
 
 
 def stream_of(*lengths: int) -> TokenStream:
-    return TokenStream(Path("made"), np.arange(sum(lengths)), np.concatenate(([0], np.cumsum(lengths))), "0")
+    return TokenStream("data=made", Path("made"), np.arange(sum(lengths)), np.concatenate(([0], np.cumsum(lengths))), "0", sum(lengths))
 
 
 def test_samples():
     stream = stream_of(10, 30, 0, 25)
-    whole = held_out(stream, "data=made", 16, 1000, False, False)
+    whole = held_out(stream, 16, 1000, False, False)
     assert (whole.samples(16), whole.samples(8), whole.samples(12)) == (4, 8, 5), "64 of 65 tokens, the last one being a target alone"
     assert [whole.begin(i, 8) for i in range(3)] == [0, 8, 16]
-    assert held_out(stream, "data=made", 16, 40, False, False).samples(8) == 4, "40 tokens, rounded down to samples of 16"
-    assert held_out(stream, "data=made", 16, 3, False, False).samples(8) == 2, "one at least"
-    books = held_out(stream, "data=made", 24, 1000, True, False)
+    assert held_out(stream, 16, 40, False, False).samples(8) == 4, "40 tokens, rounded down to samples of 16"
+    assert held_out(stream, 16, 3, False, False).samples(8) == 2, "one at least"
+    books = held_out(stream, 24, 1000, True, False)
     assert [books.begin(i, 8) for i in range(books.samples(8))] == [10, 40], "of 25 tokens or more"
-    assert held_out(stream, "data=made", 29, 1000, True, False).samples(4) == 1
+    assert held_out(stream, 29, 1000, True, False).samples(4) == 1
     with pytest.raises(DataError, match="it holds 65 tokens, fewer than the 66 of one sample .* the longest possible is 64"):
-        held_out(stream, "data=made", 65, 1000, False, False)
+        held_out(stream, 65, 1000, False, False)
     with pytest.raises(DataError, match="its longest document holds 30 tokens, fewer than the 31 of one sample .* possible is 29"):
-        held_out(stream, "data=made", 30, 1000, True, False)
+        held_out(stream, 30, 1000, True, False)
 
 
 def test_document_starts():
-    data = held_out(stream_of(10, 30, 0, 25), "data=made", 16, 1000, False, True)
+    data = held_out(stream_of(10, 30, 0, 25), 16, 1000, False, True)
     assert np.flatnonzero(data._starts(0, 16)).tolist() == [0, 10]
     assert np.flatnonzero(data._starts(16, 16)).tolist() == [0]
     assert np.flatnonzero(data._starts(40, 16)).tolist() == [0], "at a border, and an empty document there"
     assert np.flatnonzero(data._starts(25, 16)).tolist() == [0, 15]
+
+
+def test_ids_that_are_no_words():
+    alone = SimpleNamespace(data=1, data_rank=0, micro_batch_group=1, context=1, context_rank=0)
+    data = held_out(replace(stream_of(100), words=50), 16, 1000, False, False)
+    read = data.batches(16, 1, alone)
+    assert [int(next(read).targets.max()) for _ in range(3)] == [16, 32, 48]
+    with pytest.raises(DataError, match="data=made: it holds the token 64, and the words of model.vocab_size=50 are 0 to 49"):
+        next(read)
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 17, 64, 100, 65_536])

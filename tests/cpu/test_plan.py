@@ -169,6 +169,12 @@ def test_mistakes_on_the_command_line(words, said):
     assert ended.code == 2 and len(ended.errors) == 1 and ended.errors[0].startswith(said)
 
 
+def test_a_number_of_gpus_that_was_not_asked_for_is_no_mistake():
+    """The tiny batch fits 8 GPUs and not 16, both of which are planned unless asked."""
+    ended = command("776m+gdn_nope_lh+pretrain_4k+tiny", "pattern=[{mixer: gdm}]")
+    assert ended.code == 2 and len(ended.errors) == 1 and "there is no such mixer" in ended.errors[0]
+
+
 def test_too_much_memory_is_said_and_is_no_error():
     ended = command("3b+rope+pretrain_4k", "train.micro_batch=16", "--gpus", "8")
     assert ended.code == 0 and "DOES NOT FIT in the 128 usable" in ended.out and "too much" in ended.out

@@ -121,6 +121,22 @@ def test_a_chain_of_which_the_second_is_refused(tiny_data, tmp_path, slurm):
     assert dependencies == [f"--dependency={how}" for how in ("singleton", "afterok:100", "afterok:100", "afterok:102")]
 
 
+@pytest.mark.parametrize("said, id", [("Submitted batch job 4242", "4242"), ("a banner\n4242;h200", "4242"), ("4242", "4242")])
+def test_the_job_id_in_what_sbatch_says(tiny_data, tmp_path, slurm, said, id):
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/bash\nprintf '%s\\n' '{said}'\n")
+    ended = called(submit, *tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}"), "--", "--gres=gpu:1")
+    assert ended.code == 0 and f"submitted  job {id}\n" in ended.out
+    assert json.loads((tmp_path / "run/jobs.jsonl").read_text())["id"] == id
+
+
+def test_no_job_id(tiny_data, tmp_path, slurm):
+    """There may be a job, so its code stays."""
+    (tmp_path / "bin/sbatch").write_text("#!/bin/bash\necho welcome\n")
+    ended = called(submit, *tiny_words(tiny_data, f"run_dir={tmp_path / 'run'}"), "--", "--gres=gpu:1")
+    assert ended.code == 2 and ended.errors[0].startswith("sbatch: it gave no job id but 'welcome', so")
+    assert (tmp_path / "run/submitted.yaml").is_file()
+
+
 def test_what_sbatch_refuses_leaves_nothing(tiny_data, tmp_path, slurm):
     run = tmp_path / "run"
     slurm.refuse(1)
