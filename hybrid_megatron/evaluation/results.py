@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from hybrid_megatron.config.schema import EvaluationConfig, InferenceConfig
+from hybrid_megatron.config.setting_types import as_written
 from hybrid_megatron.errors import RunError
 from hybrid_megatron.evaluation.plot import draw
 from hybrid_megatron.evaluation.report import Report
@@ -32,9 +33,7 @@ def evaluation_name(settings: EvaluationConfig) -> str:
 
 
 def _written(value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else as_written(value)
 
 
 def prepare_folder(folder: Path) -> None:

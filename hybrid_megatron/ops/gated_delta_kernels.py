@@ -33,9 +33,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         shared = {"cu_seqlens": cu_seqlens, "chunk_size": KERNEL_CHUNK}
         g = sums_of_gates(g, cu_seqlens)
         w, u, inverse = chunk_gated_delta_rule_fwd_intra(k, v, g, beta, **shared)
-        states, updates, last = chunk_gated_delta_rule_fwd_h(
-            k, w, u, g, initial_state=initial_state, output_final_state=True, **shared
-        )  # fmt: skip
+        states, updates, last = chunk_gated_delta_rule_fwd_h(k, w, u, g, initial_state=initial_state, output_final_state=True, **shared)
         ctx.save_for_backward(q, k, v, g, beta, inverse, w, updates, states, initial_state)
         ctx.scale, ctx.cu_seqlens = scale, cu_seqlens  # FLA's tables go by its identity
         return chunk_fwd_o(q, k, updates, states, g=g, scale=scale, **shared), last
@@ -54,9 +52,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         of_states, of_initial, of_updates = chunk_gated_delta_rule_bwd_dhu(
             q, k, w, grad, of_updates, g=g, h0=initial_state, dht=of_last, scale=ctx.scale, **shared
         )
-        of_q, of_k, of_w, of_g = chunk_bwd_dqkwg(
-            q, k, updates, grad, states, of_states, w=w, g=g, dv=of_updates, scale=ctx.scale, **shared
-        )  # fmt: skip
+        of_q, of_k, of_w, of_g = chunk_bwd_dqkwg(q, k, updates, grad, states, of_states, w=w, g=g, dv=of_updates, scale=ctx.scale, **shared)
         more_of_k, of_v, of_beta, more_of_g = prepare_wy_repr_bwd(k, v, beta, inverse, of_w, of_updates, g, ctx.cu_seqlens)
         of_g = chunk_local_cumsum(of_g.add_(more_of_g), KERNEL_CHUNK, reverse=True, cu_seqlens=ctx.cu_seqlens)
         return of_q, of_k.add_(more_of_k), of_v, of_g, of_beta, None, of_initial, None

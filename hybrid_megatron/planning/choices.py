@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hybrid_megatron.config.schema import RunConfig
+from hybrid_megatron.config.setting_types import as_written
 from hybrid_megatron.config.validate import context_problems, layer_problems, tensor_problems
 from hybrid_megatron.model.pattern import LayerPlan
 from hybrid_megatron.model.unit_order import UnitOrder
@@ -78,7 +79,7 @@ def overrides(layout: Layout, config: RunConfig) -> list[str]:
         section, name = key.split(".")
         value = getattr(getattr(new, section), name)
         if value != getattr(getattr(config, section), name):
-            words.append(f"{key}={str(value).lower()}")
+            words.append(f"{key}={as_written(value)}")
     return words
 
 

@@ -1,14 +1,13 @@
 """One run to submit: its recipe as its job will have it, and what the batch script makes of that."""
 
 import contextlib
-import json
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_megatron.config import RunConfig, load_recipe, save_config
+from hybrid_megatron.config import RunConfig, as_written, load_recipe, save_config
 from hybrid_megatron.errors import ConfigError, RunError, UserError
 from hybrid_megatron.slurm.jobs import RECIPE
 from hybrid_megatron.slurm.layout import words_of_job
@@ -104,7 +103,7 @@ def of_the_script(problems: list[str], layout: list[str], words: list[str], temp
     told = f"{shlex.join(layout)} stands in {template.name} for this recipe, not among your words"
     with contextlib.suppress(AttributeError):  # a setting that there is not
         config = load_recipe(words)
-        instead = [f"{name}={json.dumps(setting(config, name))}" for name in dict.fromkeys(word.partition("=")[0] for word in layout)]
+        instead = [f"{name}={as_written(setting(config, name))}" for name in dict.fromkeys(word.partition("=")[0] for word in layout)]
         told += f"; words given win, {shlex.join(instead)} gives the recipe's own"
     return [problem if problem in as_typed else f"{problem}; {told}" for problem in problems]
 

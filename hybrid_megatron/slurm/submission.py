@@ -77,7 +77,10 @@ def _undone_if_refused(run_dir: Path, code: Snapshot) -> Iterator[None]:
         if earlier is None:
             recipe.unlink(missing_ok=True)
         else:
-            recipe.write_bytes(earlier)
+            new = recipe.with_name(f".{RECIPE}.new")
+            with contextlib.suppress(OSError):  # on a full disk the later one stays, whole
+                new.write_bytes(earlier)
+                new.replace(recipe)
         if not was_there:
             shutil.rmtree(copy, ignore_errors=True)
         if not recorded(run_dir):

@@ -8,9 +8,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import layers, mappings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +23,9 @@ from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.training.build import build_trainer
 from hybrid_megatron.training.stability import Stability
 from hybrid_megatron.training.step import train_step
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import layers, mappings
 
 
 def recipe(*words: str) -> RunConfig:

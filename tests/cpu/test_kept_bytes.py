@@ -2,23 +2,16 @@
 
 import pytest
 
-from hybrid_megatron.config import load_recipe
 from hybrid_megatron.model.accounting import account
 from hybrid_megatron.model.mixers import MIXERS
-from hybrid_megatron.model.pattern import plan_layers
-from hybrid_megatron.planning.layout import Layout
 from hybrid_megatron.planning.memory import mixer_bytes
-
-
-def layout(*words: str) -> Layout:
-    config = load_recipe(list(words), beneath={"data": {"train": "unset"}})
-    return Layout(config, plan_layers(config), 8)
+from tests.cpu.plan_cells import layout
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_tensor_ranks_keep_whole(sequence):
     """rwkv7: ten activations and a float32 gate by channel, split; three bottlenecks of 192, whole; and the input where it was gathered."""
-    of = layout("776m+rwkv7_nope_lh+pretrain_4k", "parallel.tensor=2", f"parallel.sequence={str(sequence).lower()}")
+    of = layout("776m+rwkv7_nope_lh+pretrain_4k", "parallel.tensor=2", f"parallel.sequence={str(sequence).lower()}", gpus=8)
     tokens = of.local_tokens
     expected = tokens * (1536 // 2 * (10 * 2 + 4) + 3 * 192 * 2 + (1536 * 2 if sequence else 0))
     assert mixer_bytes(of, of.plan.layers[0]) == expected
@@ -32,7 +25,7 @@ WHOLE_ROWS = {"gla": 16, "kda": 2 * 128, "rwkv7": 3 * 192}
 
 @pytest.mark.parametrize("mixer", ["gdn", "gla", "kda", "lightning", "mamba2", "rwkv7", "swa"])
 def test_everything_else_is_split_over_tensor_ranks(mixer):
-    one, two = (layout(f"776m+{mixer}_nope_lh+pretrain_4k", f"parallel.tensor={size}", MANY) for size in (1, 2))
+    one, two = (layout(f"776m+{mixer}_nope_lh+pretrain_4k", f"parallel.tensor={size}", MANY, gpus=8) for size in (1, 2))
     whole = WHOLE_ROWS.get(mixer, 0) * 2 * one.local_tokens
     assert 2 * (mixer_bytes(two, two.plan.layers[0]) - whole) == mixer_bytes(one, one.plan.layers[0]) - whole
 
@@ -41,7 +34,7 @@ def test_everything_else_is_split_over_tensor_ranks(mixer):
 @pytest.mark.parametrize("mixer", ["gdn", "gla", "kda", "lightning", "mamba2", "rwkv7", "swa"])
 def test_the_plan_and_the_accounts_keep_the_same(mixer, way):
     """On one rank."""
-    of = layout(f"776m+{mixer}_nope_{way}+pretrain_4k", MANY)
+    of = layout(f"776m+{mixer}_nope_{way}+pretrain_4k", MANY, gpus=8)
     kept = account(of.config, of.plan).activation_bytes
     assert sum(mixer_bytes(of, layer) for layer in of.plan.layers) == 16 * sum(kept.values())
 
@@ -58,7 +51,7 @@ def test_samples_in_pieces(mixer, samples, context, tensor, pieces, gates, colum
     """Up to 128 heads of pieces of 2,048 tokens or more: of each head and piece the sums of 128 x 128 and the state before it, and what it
     does to that; of each token the gates that FLA's kernel keeps sums of alone. No tensor rank keeps anything twice."""
     words = [f"train.micro_batch={samples}", f"train.context={context}", f"parallel.tensor={tensor}", "train.batch_tokens=1_048_576"]
-    of = layout(f"776m+{mixer}_nope_lh+pretrain_4k", *words)
+    of = layout(f"776m+{mixer}_nope_lh+pretrain_4k", *words, gpus=8)
     group = of.plan.layers[0].groups[0]
     alone = MIXERS[mixer].activation_bytes(of.config.model, group, of.local_tokens, 2)
     whole = MIXERS[mixer].whole_activation_bytes(of.config.model, group, of.local_tokens, 2)

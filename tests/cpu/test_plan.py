@@ -9,7 +9,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
 import pytest
-from megatron.core.parallel_state import RankGenerator
 
 from hybrid_megatron.config import load_recipe
 from hybrid_megatron.config.studies import load_study
@@ -24,6 +23,7 @@ from hybrid_megatron.planning.memory import GIB, peak_memory
 from hybrid_megatron.planning.pace import MEASURED_MFU, expected_mfu, measured_mfu, pace
 from hybrid_megatron.planning.plan import BY_GPUS, make_plan
 from launch import plan as plan_command
+from megatron.core.parallel_state import RankGenerator
 from tests.cpu import plan_cells
 from tests.cpu.plan_cells import recipe
 from tests.cpu.runs import CHECKOUT, Ended
@@ -302,7 +302,7 @@ def test_the_expected_speed_of_several_mixers_is_by_their_heads():
 
 @pytest.mark.parametrize("words", [[], ["seed=3", "data.train=x"]])
 def test_the_run_folder_is_the_one_of_a_training(words):
-    folder = load_recipe(["776m+rope+pretrain_4k", *words], beneath={"data": {"train": "unset"}}).run_dir
+    folder = recipe("776m+rope+pretrain_4k", *words).run_dir
     assert f"\nrun         {folder}\n" in command("776m+rope+pretrain_4k", *words).out
     assert (folder == "runs/776m+rope+pretrain_4k") == (not words)
 

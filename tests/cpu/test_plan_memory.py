@@ -27,11 +27,17 @@ from tests.cpu.tiny import tiny_config, tiny_words
 from tests.cpu.zoo import MATRIX, MIXED
 
 
+LESS = 4 * 1536 * 128_256 / GIB
+"""What was measured with a gradient of the output layer in float32 beside its buffer, which is gone; so rope, gla and gdn have it too."""
+
+
 @pytest.mark.parametrize(
     "pattern, context, seen",
     [
         ("rope", 4096, 37.01), ("gdn_nope_lh", 4096, 43.19), ("gdn_nope_lh", 32_768, 43.36), ("gla_nope_lh", 4096, 42.73),
-        ("gla_nope_lh", 32_768, 44.47),
+        ("gla_nope_lh", 32_768, 44.47), ("rope", 32_768, 37.75 - LESS), ("swa_nope_lh", 32_768, 37.19 - LESS),
+        ("gla_nope_hh", 4096, 43.74 - LESS), ("kda_nope_lh", 4096, 45.04 - LESS), ("mamba2_nope_lh", 4096, 40.94 - LESS),
+        ("rwkv7_nope_lh", 4096, 43.57 - LESS),
     ],
 )  # fmt: skip
 def test_peaks_measured_on_an_h200(pattern, context, seen):
