@@ -79,7 +79,8 @@ def rotation(heads: int, width: int, tables: int, sliced: bool, batch_first: boo
 
 
 def rms_norm(rows: int, width: int) -> dict[str, float]:
-    """More rows than there are programs, for the weight's sums; some rows next to zero."""
+    """Several blocks of rows to a program, the last of them not full, for the weight's sums; some rows next to zero."""
+    rms_norm_kernels._PROGRAMS, rms_norm_kernels._AT_ONCE = 3, 32
     random = torch.Generator().manual_seed(2)
     x = torch.randn(rows, width, generator=random) * torch.rand(rows, 1, generator=random) ** 4
     weight, grad = torch.rand(width, generator=random) + 0.5, torch.randn(rows, width, generator=random)
@@ -369,7 +370,7 @@ if __name__ == "__main__":
         for sliced in (False, True)
         for batch_first in (False, True)
     }
-    found |= {f"RMSNorm of {rows} x {width}": rms_norm(rows, width) for rows, width in ((3, 24), (1100, 8))}
+    found |= {f"RMSNorm of {rows} x {width}": rms_norm(rows, width) for rows, width in ((3, 24), (101, 8), (50, 40))}
     found |= {f"SwiGLU of {width}": swiglu(width) for width in (24, 1100)}
     for unit in (False, True):
         found |= {f"SiLU of {heads} heads of {width}, {unit=}": silu(heads, width, unit) for heads, width in ((3, 8), (17, 6), (1, 2))}
