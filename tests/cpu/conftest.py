@@ -1,6 +1,7 @@
 """What CPU tests share: living ranks, a tiny dataset, a tiny recipe."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from tests.cpu.tiny import make_tiny_data
 
 
 os.environ.setdefault("HYBRID_MEGATRON_ALLOW_CPU", "yes")  # also in a job that has GPUs
+# What runs in the background of a script ignores it, and so would all that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    "test_life.py", "test_resume.py", "test_plan.py", "test_recipes.py", "test_longce.py", "test_evaluate.py", "test_init_from.py",
+    "test_life.py", "test_resume.py", "test_plan.py", "test_plan_memory.py", "test_recipes.py", "test_longce.py", "test_evaluate.py", "test_init_from.py",
     "test_bad_input.py", "test_interruptions.py", "test_mixers.py", "test_zoo_parity.py", "test_triton_kernels.py", "test_state_passing.py",
     "test_full_disk.py", "test_preflight.py", "test_parity.py", "test_stability.py",
 )  # fmt: skip
