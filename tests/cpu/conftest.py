@@ -16,9 +16,9 @@ os.environ.setdefault("HYBRID_MEGATRON_ALLOW_CPU", "yes")  # also in a job that 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
-    "test_life.py", "test_resume.py", "test_plan.py", "test_plan_memory.py", "test_recipes.py", "test_longce.py", "test_evaluate.py", "test_init_from.py",
-    "test_bad_input.py", "test_interruptions.py", "test_mixers.py", "test_zoo_parity.py", "test_triton_kernels.py", "test_state_passing.py",
-    "test_full_disk.py", "test_preflight.py", "test_parity.py", "test_stability.py",
+    "test_life.py", "test_resume.py", "test_plan.py", "test_plan_memory.py", "test_recipes.py", "test_longce.py", "test_evaluate.py",
+    "test_init_from.py", "test_bad_input.py", "test_interruptions.py", "test_mixers.py", "test_zoo_parity.py", "test_triton_kernels.py",
+    "test_state_passing.py", "test_full_disk.py", "test_preflight.py", "test_parity.py", "test_stability.py",
 )  # fmt: skip
 
 
